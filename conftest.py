@@ -31,6 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent
 PRELOAD = "IPython execnb.shell nbdev.process nbdev.frontmatter numpy pandas scipy.stats matplotlib.pyplot torch transformers"
 SMOKE_CPU_S, SMOKE_MB = 20, 2000                           # what one NN_reproduce notebook may use as written
+MACHINERY = r'(?m)^  File "([^"]*/(IPython|execnb|pluggy|_pytest|pytest|xdist|execnet)/[^"]*|[^"]*/conftest.py|<frozen runpy>|<string>)".*\n'
 TAIL = 4000                                                # characters of a process's output that a failure shows
 
 
@@ -292,6 +293,7 @@ def _forked(pytest_pipe, config, path, flags, limit, memory):
         printed.seek(0)
         out = printed.read().decode(errors="replace")
     why = f"ran longer than {limit:g} s" if late else _death(wait_status)
+    out = re.sub(MACHINERY, "", out)
     line = re.findall(r'File "<ipython-input[^"]*", line (\d+)', out)
     parts = [f"{why}, in {place}", "", marked(source, int(line[-1]) if line else None)]
     return "failed", "\n".join(parts + (["--- written by its process ---", out[-TAIL:].replace(f"{ROOT}/", "")] if out else [])), usage
