@@ -8,6 +8,7 @@ __all__ = ['Prompt', 'TokenScores', 'LM', 'check_prompts', 'check_continuations'
 
 # %% ../../nbs/lm/00_types.ipynb #abbf15ea
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -85,6 +86,10 @@ class LM(Protocol):
         k: int = 20,  # how many tokens
     ) -> list[dict[str, float]]:  # N maps of raw vocabulary piece to log-probability (nats), likeliest first
         ...
+
+# %% ../../nbs/lm/00_types.ipynb #18864c26
+warnings.filterwarnings("ignore", message="IProgress not found")
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 # %% ../../nbs/lm/00_types.ipynb #932a9c02
 def check_prompts(
