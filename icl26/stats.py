@@ -32,7 +32,7 @@ class Interval:
         return dict(value=self.estimate, ci_low=self.low, ci_high=self.high)
 
     def __repr__(self) -> str:
-        if np.ndim(self.estimate): return f"Interval({np.size(self.estimate)} intervals, {self.level:.0%}, {self.method})"
+        if np.ndim(self.estimate): return f"{np.size(self.estimate)} intervals ({self.level:.0%}, {self.method})"
         return f"{self.estimate:.4g} [{self.low:.4g}, {self.high:.4g}] ({self.level:.0%}, n={self.n}, {self.method})"
 
 # %% ../nbs/00_stats.ipynb #343e909c
@@ -104,10 +104,11 @@ def _bootstrap(data: tuple, statistic: Callable, *, level, n_resamples, method, 
                                              batch=max(1, min(n_resamples, _BATCH // max(width, 1))), **kw)
     plain = fit(n_resamples=n_resamples, method="percentile", rng=np.random.default_rng(seed))
     estimate = np.asarray(statistic(*data, axis=-1), dtype=np.float64)
-    constant = np.ptp(plain.bootstrap_distribution, axis=-1) == 0
+    drawn = plain.bootstrap_distribution
+    constant = np.ptp(drawn, axis=-1) <= 1e-12 * np.abs(drawn).max(axis=-1)  # up to rounding
     ends, name = plain.confidence_interval, method
     if method != "percentile" and not constant.all():
-        with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)
             wanted = fit(n_resamples=0, method=method, bootstrap_result=plain).confidence_interval
         undefined = np.isnan(wanted.low) | np.isnan(wanted.high)
@@ -118,6 +119,12 @@ def _bootstrap(data: tuple, statistic: Callable, *, level, n_resamples, method, 
     return Interval(*(x.item() if x.ndim == 0 else x for x in (estimate, low, high)), level, n, name)
 
 # %% ../nbs/00_stats.ipynb #e1f659ee
+def _per_resample(result, n: int) -> np.ndarray:
+    result = np.asarray(result, dtype=np.float64)
+    if result.shape[:1] == (n,): return result
+    raise ValueError(f"statistic must return one result per resample: {n} resamples, but the shape {result.shape}")
+
+
 def bootstrap_ci(values,  # (n,) numbers, or (n, d) rows that are resampled together
                  statistic: Callable = np.mean,  # called as statistic(batch, axis=1) on (B, n) or (B, n, d)
                  *,
@@ -129,16 +136,15 @@ def bootstrap_ci(values,  # (n,) numbers, or (n, d) rows that are resampled toge
                  ) -> Interval:
     """Bootstrap confidence interval of any statistic, over items, rows or groups.
 
-    `Interval.n` counts what was resampled. A statistic that returns several numbers a resample gives arrays.
+    `Interval.n` counts what was resampled. A statistic that returns several numbers a resample gives arrays. Time grows
+    with n * n_resamples, for BCa also with n * n (it leaves out each unit in turn).
     ValueError: fewer than two values or groups, values that are not finite, an unknown method, a level outside (0, 1).
     """
     values = _array(values, "values", ndim=(1, 2))
     units = _Units(len(values), groups)
 
     def on_units(drawn, axis):  # (units,) or (B, units) -> (...) or (..., B), as SciPy wants it
-        out = units.evaluate(lambda at: statistic(values[at], axis=1), np.atleast_2d(drawn))
-        if len(out) != len(np.atleast_2d(drawn)):
-            raise ValueError(f"statistic must return one result per resample, got the shape {out.shape}")
+        out = units.evaluate(lambda at: _per_resample(statistic(values[at], axis=1), len(at)), np.atleast_2d(drawn))
         return out[0] if drawn.ndim == 1 else np.moveaxis(out, 0, -1)
 
     return _bootstrap((np.arange(units.n),), on_units, level=level, n_resamples=n_resamples, method=method, seed=seed,
@@ -152,7 +158,8 @@ def t_interval(values,  # (n,) numbers, n >= 2
     "Student's t interval of a mean. ValueError: fewer than two values, or values that are not finite."
     values = _array(values, "values")
     n, mean = len(values), float(values.mean())
-    half = scipy.stats.t.ppf((1 + _level(level)) / 2, n - 1) * values.std(ddof=1) / math.sqrt(n)
+    sd = values.std(ddof=1) if np.ptp(values) else 0.0  # equal values: no rounding noise
+    half = scipy.stats.t.ppf((1 + _level(level)) / 2, n - 1) * sd / math.sqrt(n)
     return Interval(mean, float(mean - half), float(mean + half), level, n, "t")
 
 
