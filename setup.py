@@ -17,7 +17,9 @@ def words(key):
 extras = {k.removesuffix("_requirements").replace("_", "-"): words(k) for k in cfg if k.endswith("_requirements")}
 extras["all"] = sorted({r for k, rs in extras.items() if k not in ("dev", "docs", "quarto") for r in rs})
 lib = cfg["lib_path"]
-notebooks = f"{lib}.notebooks"  # nbs/ travels in the wheel, so that `icl26 reproduce` works without a checkout
+# nbs/ and results/ travel in the wheel, so that `icl26 list` and `icl26 reproduce` work without a checkout
+data = {f"{lib}.notebooks": cfg["nbs_path"], f"{lib}.results_data": "results"}
+data = {package: folder for package, folder in data.items() if Path(folder).is_dir()}
 
 setuptools.setup(
     name=cfg["lib_name"],
@@ -37,9 +39,9 @@ setuptools.setup(
         "Programming Language :: Python :: 3",
     ],
     python_requires=">=" + cfg["min_python"],
-    packages=setuptools.find_packages(include=[lib, f"{lib}.*"]) + [notebooks],
-    package_dir={notebooks: cfg["nbs_path"]},
-    package_data={notebooks: ["*.ipynb", "**/*.ipynb"], lib: ["py.typed", "results/**/*.json"]},
+    packages=setuptools.find_packages(include=[lib, f"{lib}.*"]) + list(data),
+    package_dir=data,
+    package_data={lib: ["py.typed"]} | {package: ["*.ipynb", "**/*.ipynb", "**/*.json"] for package in data},
     install_requires=words("requirements"),
     extras_require=extras,
     zip_safe=False,
