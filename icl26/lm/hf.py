@@ -27,6 +27,7 @@ from icl26.lm.types import (
     check_prompts,
     check_sampling,
     cut_at_stop,
+    sample_seed,
 )
 
 # %% ../../nbs/lm/01_hf.ipynb #74d310f1
@@ -236,8 +237,7 @@ def sample_stream(
     sample: int,  # the sample's number
 ) -> torch.Generator:  # on the CPU, so that the device does not matter
     "The random stream of one sample."
-    digest = hashlib.sha256(f"{seed}/{prompt}/{sample}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.Generator().manual_seed(sample_seed(seed, prompt, sample))
 
 
 def nucleus(
