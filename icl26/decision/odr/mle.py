@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['whiten', 'row_terms', 'check_cov', 'standard_normals', 'parameter_draws', 'component_logdensities', 'log_mean_exp',
-           'FewEffectiveSamples', 'effective_samples', 'mixture_loglik', 'expected_kl', 'objective_terms', 'Fits',
-           'fit_many', 'random_starts', 'jacobian', 'mc_objective', 'point_estimate', 'ODR', 'Identifiability',
-           'identifiability']
+           'FewEffectiveSamples', 'effective_samples', 'jacobian', 'linearize', 'mixture_loglik', 'expected_kl',
+           'objective_terms', 'Fits', 'fit_many', 'random_starts', 'mc_objective', 'point_estimate', 'ODR',
+           'Identifiability', 'identifiability']
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #63faa43a
 import warnings
@@ -154,13 +154,42 @@ def effective_samples(
     return 1 / (w**2).sum(0)
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #2d62a6c5
+def jacobian(
+    sim: Simulator,
+    xi: np.ndarray,  # (M, d)
+    s: np.ndarray,  # (N, n)
+    a: np.ndarray,  # (N, k)
+    step: float = 1e-4,  # of the box's width, for the central differences
+) -> np.ndarray:  # (M, N, n, d)
+    "∂mean/∂ξ at M parameter vectors: the simulator's own, or central differences."
+    if hasattr(sim, "jacobian"):
+        return sim.jacobian(xi, s, a)
+    h = step * (sim.bounds[:, 1] - sim.bounds[:, 0])
+    M, d = xi.shape
+    both = np.concatenate([xi[:, None] + np.diag(h), xi[:, None] - np.diag(h)], axis=1).reshape(2 * d * M, d)
+    f = sim.mean(both, s, a).reshape(M, 2, d, *s.shape)
+    return np.moveaxis((f[:, 0] - f[:, 1]) / (2 * h[:, None, None]), 1, -1)
+
+
+def linearize(
+    sim: Simulator,
+    xi: np.ndarray,  # (d,) where
+    data: Transitions,
+) -> LinearGaussianSimulator:  # valid for the states and actions of this log only
+    "The linear-Gaussian family that touches a simulator at ξ, for the rows of one log."
+    xi = np.asarray(xi, float)
+    F = jacobian(sim, xi[None], data.s, data.a)[0]
+    g = sim.mean(xi, data.s, data.a) - F @ xi
+    return LinearGaussianSimulator(lambda s, a: F, sim.noise_cov, sim.bounds, drift=lambda s, a: g)
+
+# %% ../../../nbs/decision/odr/01_mle.ipynb #993c5153
 def mixture_loglik(
     sim: Simulator,
     mu: np.ndarray,  # (d,) mean of the randomization
     cov: np.ndarray,  # (d, d) its covariance, symmetric positive semi-definite; the zero matrix is a point mass
     data: Transitions,
     *,
-    method: str = "exact",  # "exact" (linear-Gaussian family) or "mc" (any simulator)
+    method: str = "exact",  # "exact" (linear-Gaussian family), "mc" (any simulator) or "linear" (any, linearised at mu)
     n_samples: int = 256,  # parameter draws M of the Monte Carlo method
     seed: int = 0,  # of those draws
 ) -> float:  # mean over the transitions, in nats
@@ -172,8 +201,10 @@ def mixture_loglik(
     cov = check_cov(cov, d)
     if method == "exact":
         return _exact_loglik(sim, mu, cov, data)
+    if method == "linear":
+        return _exact_loglik(linearize(sim, mu, data), mu, cov, data)
     if method != "mc":
-        raise ValueError(f'method must be "exact" or "mc", got {method!r}')
+        raise ValueError(f'method must be "exact", "mc" or "linear", got {method!r}')
     logs, _ = component_logdensities(sim, parameter_draws(sim, mu, _root(cov), standard_normals(n_samples, d, seed)), data)
     few = np.mean(1 / (special.softmax(logs, axis=0) ** 2).sum(0) < 5)
     if few > 0.1:
@@ -326,23 +357,6 @@ def random_starts(
     return means, np.maximum(fractions[:, None, None] * (high - low), sd_floor)
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #a636421e
-def jacobian(
-    sim: Simulator,
-    xi: np.ndarray,  # (M, d)
-    s: np.ndarray,  # (N, n)
-    a: np.ndarray,  # (N, k)
-    step: float = 1e-4,  # of the box's width, for the central differences
-) -> np.ndarray:  # (M, N, n, d)
-    "∂mean/∂ξ at M parameter vectors: the simulator's own, or central differences."
-    if hasattr(sim, "jacobian"):
-        return sim.jacobian(xi, s, a)
-    h = step * (sim.bounds[:, 1] - sim.bounds[:, 0])
-    M, d = xi.shape
-    both = np.concatenate([xi[:, None] + np.diag(h), xi[:, None] - np.diag(h)], axis=1).reshape(2 * d * M, d)
-    f = sim.mean(both, s, a).reshape(M, 2, d, *s.shape)
-    return np.moveaxis((f[:, 0] - f[:, 1]) / (2 * h[:, None, None]), 1, -1)
-
-
 def mc_objective(
     sim: Simulator,
     mu: np.ndarray,  # (d,)
@@ -408,6 +422,27 @@ def _fit_mc(sim, data, sd_floor, n_samples, n_restarts, seed):
     return mu, sd
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #65cc95cc
+def _fit_exact(sim, data, sd_floor, n_restarts, seed, start=None):
+    "Best of n_restarts scoring climbs; `start` replaces the first random mean."
+    y, F, _ = whiten(sim, data)
+    means, sds = random_starts(sim.bounds, n_restarts, 1, seed, sd_floor=sd_floor)
+    if start is not None:
+        means[0, 0] = start
+    best = fit_many(y[None], F[None], sim.bounds, starts=means, start_sd=sds, sd_floor=sd_floor)
+    return best.mu[0], best.sd[0], best.at_floor[0]
+
+
+def _fit_linear(sim, data, sd_floor, n_restarts, seed, rounds=20, tol=1e-6):
+    "Linearise at the point estimate, fit exactly, linearise at the fit, until μ rests (tol in widths of the box)."
+    mu, width = point_estimate(sim, data, n_starts=n_restarts, seed=seed), np.ptp(sim.bounds, axis=1)
+    for _ in range(rounds):
+        before = mu
+        mu, sd, floor = _fit_exact(linearize(sim, mu, data), data, sd_floor, 3, seed, start=mu)
+        if np.abs((mu - before) / width).max() < tol:
+            break
+    return mu, sd, floor
+
+# %% ../../../nbs/decision/odr/01_mle.ipynb #7c9cb97a
 class ODR:
     """Offline domain randomization by maximum likelihood with a diagonal covariance: μ inside `sim.bounds`, σ_j in [sd_floor, width_j / 2].
 
@@ -417,7 +452,7 @@ class ODR:
         self,
         sim: Simulator,
         *,
-        method: str = "exact",  # "exact" (linear-Gaussian family) or "mc"
+        method: str = "exact",  # "exact" (linear-Gaussian family), "mc", or "linear" (linearised at the fit)
         sd_floor: float = 1e-6,  # smallest spread, in the parameter's unit
         n_samples: int = 256,  # draws of the Monte Carlo likelihood
         n_restarts: int = 4,  # starts of the climb
@@ -428,15 +463,14 @@ class ODR:
 
     def fit(self, data: Transitions) -> "ODR":
         "Maximise $L_N$. Raises TypeError for method=\"exact\" without a linear-Gaussian simulator, ValueError for settings out of range."
-        if self.method not in ("exact", "mc"):
-            raise ValueError(f'method must be "exact" or "mc", got {self.method!r}')
+        if self.method not in ("exact", "mc", "linear"):
+            raise ValueError(f'method must be "exact", "mc" or "linear", got {self.method!r}')
         if not 0 < self.sd_floor < np.ptp(self.sim.bounds, axis=1).min() / 2 or self.n_restarts < 1:
             raise ValueError(f"sd_floor must lie between 0 and half the box, n_restarts be at least 1, got {self.sd_floor}, {self.n_restarts}")
         if self.method == "exact":
-            y, F, _ = whiten(self.sim, data)
-            means, sds = random_starts(self.sim.bounds, self.n_restarts, 1, self.seed, sd_floor=self.sd_floor)
-            best = fit_many(y[None], F[None], self.sim.bounds, starts=means, start_sd=sds, sd_floor=self.sd_floor)
-            mu, sd, self.at_floor_ = best.mu[0], best.sd[0], best.at_floor[0]
+            mu, sd, self.at_floor_ = _fit_exact(self.sim, data, self.sd_floor, self.n_restarts, self.seed)
+        elif self.method == "linear":
+            mu, sd, self.at_floor_ = _fit_linear(self.sim, data, self.sd_floor, self.n_restarts, self.seed)
         else:
             mu, sd = _fit_mc(self.sim, data, self.sd_floor, self.n_samples, self.n_restarts, self.seed)
             eps = standard_normals(self.n_samples, len(mu), self.seed)

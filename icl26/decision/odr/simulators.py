@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['Transitions', 'Simulator', 'check_bounds', 'check_noise', 'LinearGaussianSimulator', 'linear_family', 'draw_log',
-           'PendulumSimulator']
+           'PendulumSimulator', 'robot_log']
 
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #32853dfd
 from dataclasses import dataclass
 from typing import Callable, Protocol, runtime_checkable
 
 import numpy as np
+
+from ..envs import make_env
 
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #a1ed3cac
 @dataclass(frozen=True)
@@ -182,3 +184,28 @@ class PendulumSimulator:
         by_length = -(pull / l**2 + 2 * push / (m * l**3)) * free
         d_speed = np.stack([by_mass, by_length], axis=-1)
         return np.stack([d_speed * self.dt, d_speed], axis=-2)
+
+# %% ../../../nbs/decision/odr/00_simulators.ipynb #e7e9c3df
+def robot_log(
+    env_id: str,  # a Gymnasium MuJoCo environment
+    params: list[str],  # "kind:name" parameters to set
+    xi: np.ndarray,  # (d,) their real values
+    steps: int,  # N
+    seed: int = 0,
+    *,
+    policy: Callable | None = None,  # (s, rng) -> action; default uniform random actions
+) -> Transitions:
+    "N logged steps of a robot with the given parameters, without sensor noise."
+    env, rng = make_env(env_id, params, xi), np.random.default_rng(seed)
+    skip = getattr(env.unwrapped, "observation_structure", {}).get("skipped_qpos", 0)
+    low, high, rows = env.action_space.low, env.action_space.high, []
+    env.reset(seed=seed)
+    for _ in range(steps):
+        s = env.unwrapped.state_vector()[skip:]
+        a = rng.uniform(low, high) if policy is None else policy(s, rng)
+        _, _, terminated, truncated, _ = env.step(a)
+        rows.append((s, a, env.unwrapped.state_vector()[skip:], terminated or truncated))
+        if rows[-1][-1]:
+            env.reset()
+    env.close()
+    return Transitions(*(np.array(x) for x in zip(*rows)))
