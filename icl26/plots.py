@@ -18,7 +18,7 @@ COLORS = ["#1f7ad6", "#d9600a", "#bd359c", "#14a66b", "#7f7f7f"]  # blue, orange
 GREY = "#7f7f7f"  # text and axes
 
 OURS = dict(color=COLORS[0], linestyle="-", marker="o", linewidth=2.2, markersize=6, zorder=4)  # what we measured
-BASELINE = dict(color=COLORS[1], linestyle="--", marker="s", linewidth=1.8, markersize=5.5, zorder=3)  # what it is compared with
+BASELINE = dict(color=COLORS[1], linestyle="--", marker="s", linewidth=1.8, markersize=5.5, zorder=3)  # its rival
 PAPER = dict(color=COLORS[2], linestyle="-.", marker="D", linewidth=1.8, markersize=6, markerfacecolor="none",
              zorder=3)  # the paper's own number
 THEORY = dict(color=GREY, linestyle=":", marker="", linewidth=2, zorder=2)  # a formula

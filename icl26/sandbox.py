@@ -23,7 +23,7 @@ from pathlib import Path
 # %% ../nbs/02_sandbox.ipynb #bef623e6
 @dataclass(frozen=True)
 class Limits:
-    "What a program may use. Each process has its own CPU and memory limit, the wall limit holds for all of them together."
+    "What a program may use. CPU and memory are counted for each process, the wall clock for all of them together."
     wall_s: float = 10.0  # seconds from start to end
     cpu_s: int = 10  # CPU-seconds of one process
     memory_mb: int = 2048  # address space of one process, MiB
@@ -274,12 +274,12 @@ def run_command(cmd: Sequence[str],  # program and arguments; never a shell stri
                 ) -> SandboxResult:
     """Runs a program under limits and without a network.
 
-    A program that does not exist gives exit code 127, as in a shell. TypeError: `cmd` is a string or holds something else than
-    strings. ValueError: `cmd` is empty, or `workdir` is no folder. RuntimeError: no network was asked for and cannot be
-    enforced here, or the sandbox does not start.
+    A program that does not exist gives exit code 127, as in a shell. TypeError: `cmd` is a string, or holds something
+    else than strings. ValueError: `cmd` is empty, or `workdir` is no folder. RuntimeError: the network cannot be
+    closed here, or the sandbox does not start.
     """
     if isinstance(cmd, (str, bytes)): raise TypeError(f"cmd must be a list of strings, got the string {cmd!r}")
-    cmd = [os.fspath(part) for part in cmd]
+    cmd = [str(part) if isinstance(part, Path) else part for part in cmd]
     if not cmd: raise ValueError("cmd must name a program, got an empty list")
     if not all(isinstance(part, str) for part in cmd): raise TypeError(f"cmd must be a list of strings, got {cmd!r}")
     folder = Path(workdir).resolve()
@@ -305,7 +305,7 @@ def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
 # %% ../nbs/02_sandbox.ipynb #28fd72cd
 def run_python(code: str,  # a whole program; it runs as main.py
                *,
-               files: Mapping[str, str | bytes] | None = None,  # other files by relative name; Python ones can be imported
+               files: Mapping[str, str | bytes] | None = None,  # others by relative name; Python ones can be imported
                args: Sequence[str] = (),  # sys.argv[1:]
                stdin: str = "",  # what the program reads
                limits: Limits = Limits(),  # time, memory, output, network
@@ -314,8 +314,8 @@ def run_python(code: str,  # a whole program; it runs as main.py
                ) -> SandboxResult:
     """Runs Python code under limits and without a network, with this interpreter and its packages.
 
-    TypeError: code or a file is not text, or `args` is a string. ValueError: a file name is absolute, leaves the folder, or is main.py.
-    RuntimeError: the sandbox does not start.
+    TypeError: `code` or a file is not text, or `args` is a string. ValueError: a file name is absolute, leaves the
+    folder, or is main.py. RuntimeError: the sandbox does not start.
     """
     if not isinstance(code, str): raise TypeError(f"code must be a string, got {type(code).__name__}")
     if isinstance(args, (str, bytes)): raise TypeError(f"args must be a list of strings, got the string {args!r}")
