@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['THREADS', 'LAUNCH', 'OUT_OF_MEMORY', 'Job', 'declared', 'check_declared', 'lacking', 'check_extras', 'visible_gpus',
            'take_gpu', 'kernel_env', 'short_folder', 'kernel_class', 'end_process', 'end_processes', 'Watch',
-           'plain_text', 'death', 'explained', 'execute', 'last_cell', 'checked', 'publish', 'outcome', 'write_failure',
-           'settle', 'refusal', 'attempt', 'run_one', 'start_worker']
+           'plain_text', 'death', 'explained', 'execute', 'last_cell', 'checked', 'echoed_otherwise', 'publish',
+           'outcome', 'write_failure', 'settle', 'refusal', 'attempt', 'run_one', 'start_worker']
 
 # %% ../../nbs/repro/04_job.ipynb #4287f4c3
 import ast
@@ -281,11 +281,12 @@ def plain_text(lines: Iterable, last: int = 14) -> str:
 
 
 def death(kernel: type, log: Path) -> tuple[str, str]:
-    "How a kernel died: a sentence with its signal or exit code, and the last lines that it wrote."
+    "How a kernel died: a sentence with its signal or exit code, and what it wrote at the end."
     code = kernel.exit
     how = "died" if code is None else f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return f"the kernel {how}", plain_text(words.splitlines())
+    crash = words.find("Fatal Python error")  # what faulthandler writes, the innermost frames first
+    return f"the kernel {how}", plain_text(words[crash:].splitlines()[:14] if crash >= 0 else words.splitlines())
 
 
 def explained(error: Exception, kernel: type, log: Path, job: Job) -> tuple[str, str, str]:
@@ -350,10 +351,15 @@ def checked(path: Path, params: Mapping) -> tuple[str, str]:
         return "invalid", str(e).replace(str(path), "results.json")
     if record.get("incomplete"):
         return "incomplete", f"cut short: {record['incomplete']}"
-    for name, sent in params.items():
-        if (got := record["parameters"].get(name, "nothing")) != sent:
-            return "invalid", f"results.json answers to {name}={got!r}, {sent!r} was sent"
+    if other := echoed_otherwise(record, params):
+        return "invalid", f"results.json answers to other parameters than were sent: {other[0]}"
     return "", ""
+
+
+def echoed_otherwise(record: Mapping, params: Mapping) -> list[str]:
+    "Parameters that a record echoes with another value than was sent, in words."
+    got = {name: record["parameters"].get(name, "nothing") for name in params}
+    return [f"parameter {name}: {got[name]!r} → {sent!r}" for name, sent in params.items() if got[name] != sent]
 
 # %% ../../nbs/repro/04_job.ipynb #b18f3fd9
 def publish(staging: Path, folder: Path, names: Iterable) -> None:

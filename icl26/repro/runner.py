@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .job import Job, checked, end_processes, outcome, run_one, start_worker, visible_gpus, write_failure
+from .job import Job, checked, echoed_otherwise, end_processes, outcome, run_one, start_worker, visible_gpus, write_failure
 from .papers import Paper, UsageError, content_key, differences, find_paper, find_papers, measured, number
 from .results import DEVICES, PROFILES, load_results, write_text
 
@@ -142,10 +142,12 @@ def reasons(
     path = job.folder / "results.json"
     if not path.exists():
         return [unfinished(job.folder)]
-    status, reason = checked(path, job.params)
+    status, reason = checked(path, {})
     if status:
         return [reason]
     record = json.loads(path.read_text(encoding="utf-8"))
+    if other := echoed_otherwise(record, job.params):
+        return other
     if record["parameters"]["device"] != "cpu" and not record.get("gpu") and visible_gpus():
         return ["it ran without a GPU, and there is one now"]
     key = content_key(job.paper, job.params, data=record.get("data_hashes"), models=record.get("model_hashes"))
@@ -526,7 +528,7 @@ def finish(jobs: list, out: Path, progress: Progress | None, commit_to: Path | N
 
     print("\n" + outcome_table(jobs))
     try:
-        print(f"\nreport: {report(out)}")
+        print(f"\nreport: {report(out)}" if any(out.glob("*/*/*/*.json")) else "\nno job has ended, so there is no report")
         for path in commit_results(jobs, commit_to) if commit_to and progress else []:
             print(f"committed: {path}")
     except OSError as e:
