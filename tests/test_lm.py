@@ -136,7 +136,7 @@ def test_stop_strings_in_a_batch():
     ask = {"max_new_tokens": 40, "temperature": 0.7, "top_p": 0.9, "seed": 0}
     free = lm.generate(PROMPTS, **ask)
     stops = [free[0][0][5:8], free[4][0][10:12]]
-    assert all(stops) and "\ufffd" not in "".join(f[0] for f in free) and len({f[0] for f in free}) > 3
+    assert all(stops) and "\ufffd" not in "".join(stops)  # half a character may still become another one
     cut = lm.generate(PROMPTS, stop=stops, **ask)
     expected = [[f[0][: min([f[0].find(s) for s in stops if s in f[0]], default=None)]] for f in free]
     assert cut == expected and sum(c != f for c, f in zip(cut, free)) >= 2

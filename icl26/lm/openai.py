@@ -264,7 +264,7 @@ class OpenAILM:
         if isinstance(error, openai.APITimeoutError):
             return True, f"no answer within {self.timeout:g} s", None
         if isinstance(error, openai.APIStatusError):
-            text = redact(f"status {error.status_code}: {error.message}"[:500], self._key)
+            text = f"status {error.status_code}: {redact(error.response.text, self._key)[:500]}"
             passing = error.status_code in (408, 409, 429) or error.status_code >= 500
             return passing and "insufficient_quota" not in text, text, retry_after(error.response.headers)
         return True, redact(f"cannot connect: {error}", self._key), None
