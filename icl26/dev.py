@@ -273,6 +273,7 @@ def readme(
     cfg, nb = get_config(path=top), read_nb(top / "nbs/index.ipynb")
     FilterDefaults()(nb)
     nb, front = nbformat.reads(nb2str(nb), as_version=4), {}
+    nb.metadata["language_info"] = {"name": "python"}
     for cell in [c for c in nb.cells if c.cell_type == "raw"]:
         front = yaml.safe_load(cell.source.strip().strip("-")) or {}
         nb.cells.remove(cell)
@@ -281,7 +282,7 @@ def readme(
         if "echo: false" in cell.source:
             cell.source = ""
     body, _ = MarkdownExporter(exclude_input_prompt=True).from_notebook_node(nb)
-    body = re.sub(r"<!-- WARNING.*?-->\s*|```python\s*```\s*", "", body, flags=re.S)
+    body = re.sub(r"<!-- WARNING.*?-->\s*|^```python\s*```$\s*", "", body, flags=re.S | re.M)
     base = cfg.doc_host.rstrip("/") + "/" + cfg.doc_baseurl.strip("/")
     body = re.sub(r"\]\(([^)\s]+)\)", lambda m: f"]({site_link(m[1], base)})", body)
     head = f"# {front.get('title', '')}\n\n<!-- made from nbs/index.ipynb by `make prepare`; edit that -->\n\n{front.get('description', '')}\n\n"
