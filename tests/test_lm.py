@@ -237,6 +237,16 @@ def test_bfloat16_jitters_with_its_batch_and_float32_does_not():
 
 
 @pytest.mark.parametrize("style", ["llama", "gemma"])
+def test_casting_a_live_model_is_loading_it_in_that_type(style, tmp_path):
+    lm = tiny_lm(style=style)
+    lm.save_pretrained(tmp_path)
+    cast = HFLM(lm.model, lm.tokenizer, dtype="bfloat16", batch_size=8)
+    loaded = HFLM(tmp_path, dtype="bfloat16", device="cpu")
+    assert cast.model_hash == loaded.model_hash
+    assert torch.equal(cast.next_token_logprobs(PROMPTS[:8]), loaded.next_token_logprobs(PROMPTS[:8]))
+
+
+@pytest.mark.parametrize("style", ["llama", "gemma"])
 def test_lora_adapter(style, tmp_path):
     from peft import LoraConfig, get_peft_model
 

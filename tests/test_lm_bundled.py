@@ -13,7 +13,7 @@ import torch
 from icl26.lm import HFLM, choice_logprobs, tiny_lm
 from icl26.lm import bundled
 from icl26.lm.bundled import build_once, bundled_folder, check_sha256, convert_gguf
-from icl26.lm.hf import batch_error
+from icl26.lm.hf import batch_error, cast_weights
 
 
 def slow_build(folder):
@@ -148,7 +148,7 @@ def test_converting_a_tiny_gguf(tmp_path):
     back = HFLM(folder, device="cpu", dtype="float32")
     assert HFLM(folder, device="cpu").dtype == torch.bfloat16
     assert not getattr(back.model.config, "quantization_config", None)
-    expected = HFLM(lm.model.to(torch.bfloat16).float(), lm.tokenizer)
+    expected = HFLM(cast_weights(cast_weights(lm.model, torch.bfloat16), torch.float32), lm.tokenizer)
     ids = torch.tensor([[1, 20, 30, 40, 50, 60]])
     with torch.no_grad():
         torch.testing.assert_close(back.model(ids).logits, expected.model(ids).logits, atol=1e-4, rtol=0)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['encode', 'encode_prompt', 'pad_rows', 'position_ids', 'last_token', 'logits_at', 'token_logprobs', 'batches',
            'evaluating', 'align_right', 'prefill', 'generate_ids', 'sample_stream', 'nucleus', 'sample_tokens',
-           'continuation_text', 'stop_checker', 'torch_dtype', 'no_progress_bars', 'load_model', 'weights_sha256',
-           'HFLM', 'batch_error']
+           'continuation_text', 'stop_checker', 'torch_dtype', 'no_progress_bars', 'load_model', 'cast_weights',
+           'weights_sha256', 'HFLM', 'batch_error']
 
 # %% ../../nbs/lm/01_hf.ipynb #4ffc42b8
 import hashlib
@@ -336,6 +336,20 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
 
+# %% ../../nbs/lm/01_hf.ipynb #632c3ec5
+def cast_weights(
+    model: nn.Module,  # changed in place
+    dtype: torch.dtype,  # of the weights afterwards
+) -> nn.Module:  # the same model
+    "Cast what a checkpoint holds, and leave computed buffers as precise as they are."
+    stored = set(model.state_dict())
+    computed = {name: b for name, b in model.named_buffers() if name not in stored}
+    model.to(dtype)
+    for name, b in computed.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = b
+    return model
+
 # %% ../../nbs/lm/01_hf.ipynb #c9fbed59
 def weights_sha256(
     model: nn.Module,  # any module
@@ -376,8 +390,8 @@ class HFLM:
         if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise TypeError("tokenizer must be given with a live model")
-            to = {} if device == "auto" else {"device": device}
-            model = model.to(**to, **({} if dtype == "auto" else {"dtype": torch_dtype(dtype)}))
+            model = model if dtype == "auto" else cast_weights(model, torch_dtype(dtype))
+            model = model if device == "auto" else model.to(device)
         else:
             model, found = load_model(model, dtype, device)
             tokenizer = found if tokenizer is None else tokenizer
