@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['APART', 'UsageError', 'package_folder', 'data_folder', 'notebooks_folder', 'results_folder', 'cells_of',
            'front_matter', 'Paper', 'last_numbered', 'paper_at', 'find_papers', 'find_paper', 'code_of', 'parsed',
-           'absolute', 'imported', 'module_file', 'ancestors', 'closure', 'distributions', 'pins', 'digest',
-           'path_digest', 'data_parts', 'content_key', 'differences', 'number', 'measured', 'Committed', 'committed']
+           'absolute', 'imported', 'module_file', 'ancestors', 'imports_of', 'closure', 'distributions', 'pins',
+           'digest', 'path_digest', 'data_parts', 'content_key', 'differences', 'number', 'measured', 'Committed',
+           'committed']
 
 # %% ../../nbs/repro/03_papers.ipynb #a17d4dd8
 import ast
@@ -195,6 +196,12 @@ def ancestors(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
+@lru_cache(maxsize=None)
+def imports_of(file: Path, inside: str, stamp: tuple) -> frozenset:
+    "What a module's file imports; `stamp` is its time and size, so that an edited file is read again."
+    return frozenset(imported(parsed(file.read_text(encoding="utf-8"), str(file)), inside))
+
+
 def closure(
     names: Iterable,  # dotted names to start from
     package: Path,  # the folder of the package
@@ -211,7 +218,7 @@ def closure(
                 continue
             modules[module] = file
             inside = module if file.name == "__init__.py" else module.rpartition(".")[0]
-            todo += imported(parsed(file.read_text(encoding="utf-8"), str(file)), inside)
+            todo += imports_of(file, inside, (file.stat().st_mtime_ns, file.stat().st_size))
     return modules, outside
 
 # %% ../../nbs/repro/03_papers.ipynb #b46c4a5f

@@ -49,7 +49,7 @@ def read_run(folder: Path, top: Path) -> Run:
         return Run(folder, failure=dict(json.loads((folder / "failure.json").read_text(encoding="utf-8"))))
     except (ResultsError, OSError, ValueError, TypeError) as e:
         parts = (*folder.relative_to(top).parts, "", "")
-        return Run(folder, failure={"area": parts[0], "paper": parts[1], "status": "invalid", "reason": str(e)})
+        return Run(folder, failure={"area": parts[0], "paper": parts[1], "status": "invalid", "reason": str(e).replace(f"{folder}/", "")})
 
 
 def find_runs(
@@ -178,7 +178,7 @@ button,select,input{font:inherit;color:inherit;background:var(--card);border:1px
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;margin:.5rem 0}
 th,td{text-align:left;vertical-align:top;padding:.4rem .5rem;border-bottom:1px solid var(--line)}
 th button{border:0;background:none;padding:0;font-weight:600;cursor:pointer}th[aria-sort=ascending] button::after{content:" \\2191"}
-th[aria-sort=descending] button::after{content:" \\2193"}td{overflow-wrap:normal}
+th[aria-sort=descending] button::after{content:" \\2193"}td{min-width:5rem}.word,th,.theme{white-space:nowrap}td[data-label=measured]{min-width:9rem}
 .chip{display:inline-block;border:1px solid currentColor;border-radius:1rem;padding:0 .5rem;font-size:.85rem;white-space:nowrap}
 .v-reproduced{color:var(--good)}.v-partly{color:var(--half)}.v-not-reproduced,.v-failed{color:var(--bad)}.v-not-run,.v-descriptive{color:var(--none)}
 """
@@ -188,7 +188,7 @@ pre{background:var(--card);border:1px solid var(--line);border-radius:.4rem;padd
 .strip{display:block;border-bottom:1px solid var(--line)}.strip .ci{stroke:var(--ours);stroke-width:2.5}.ours{fill:var(--ours)}
 .paper{fill:var(--paper)}.base{fill:var(--bg);stroke:var(--dim);stroke-width:2}.zero{stroke:var(--line)}.bound{stroke:var(--dim);stroke-dasharray:3 3}
 .key{display:flex;flex-wrap:wrap;gap:.2rem 1rem;color:var(--dim);font-size:.9rem}.key svg{width:14px;height:14px;vertical-align:-2px}
-.hidden{display:none}figure{margin:.8rem 0}figcaption{color:var(--dim);font-size:.9rem}
+.hidden{display:none!important}figure{margin:.8rem 0}figcaption{color:var(--dim);font-size:.9rem}
 @media(max-width:640px){.row{grid-template-columns:1fr;gap:0;margin-bottom:.6rem}.row .name{text-align:left}
  .stack thead{display:none}.stack,.stack tbody,.stack tr,.stack td{display:block;width:100%}.stack tr{border-bottom:2px solid var(--line);padding:.4rem 0}
  .stack td{border:0;padding:.1rem 0}.stack td[data-label]::before{content:attr(data-label) ": ";color:var(--dim)}}
@@ -239,7 +239,7 @@ CLAIMS = """
 <th>verdict</th></tr></thead><tbody>{% for row in rows %}{% set c = row.claim %}
 <tr {{ attrs(row) }}><td><b>{{ c.id }}</b> {{ c.statement }} <small>({{ c.source }})</small></td>
 <td data-label="paper">{{ number(c.get('paper_value')) }}</td><td data-label="measured">{{ measured(c) }}{% if c.n %} <small>n = {{ number(c.n) }}</small>{% endif %}
-{{ seeds(row) }}</td><td data-label="baseline">{{ baseline(c) }}</td><td data-label="scale">{{ c.scale }}</td>
+{{ seeds(row) }}</td><td data-label="baseline">{{ baseline(c) }}</td><td class="word" data-label="scale">{{ c.scale }}</td>
 <td data-label="verdict">{{ chip(row.verdict) }}{% if c.reason %}<br><small>{{ c.reason }}</small>{% endif %}
 {% if c.note %}<br><small>{{ c.note }}</small>{% endif %}</td></tr>{% endfor %}</tbody></table>{% endmacro %}
 {% macro plot(row) %}{% set lines = forest(row.claim) %}{% if lines %}<div {{ attrs(row) }}>{% for line in lines %}
@@ -284,8 +284,8 @@ PAGE = """<!doctype html>
 {% include 'failures' %}
 <h2>All claims</h2><table class="stack" id="claims"><thead><tr>{% for h in ('area', 'paper', 'claim', 'scale', "paper's", 'measured', 'verdict') %}
 <th><button type="button">{{ h }}</button></th>{% endfor %}</tr></thead><tbody>{% for row in rows %}{% set c = row.claim %}
-<tr {{ m.attrs(row) }}><td data-label="area">{{ row.area }}</td><td data-label="paper"><a href="#{{ row.paper }}-{{ row.profile }}">{{ row.paper }}</a>
- <small>{{ row.profile }}</small></td><td data-label="claim">{{ c.statement }}</td><td data-label="scale">{{ c.scale }}</td>
+<tr {{ m.attrs(row) }}><td class="word" data-label="area">{{ row.area }}</td><td data-label="paper"><a href="#{{ row.paper }}-{{ row.profile }}">{{ row.paper }}</a>
+ <small>{{ row.profile }}</small></td><td data-label="claim">{{ c.statement }}</td><td class="word" data-label="scale">{{ c.scale }}</td>
 <td data-label="paper's">{{ number(c.get('paper_value')) }}</td><td data-label="measured">{{ measured(c) }}</td>
 <td data-label="verdict" data-key="{{ severity.index(row.verdict) }}">{{ m.chip(row.verdict) }}</td></tr>{% endfor %}</tbody></table>
 {% for p in papers %}{% include 'paper' %}{% endfor %}
