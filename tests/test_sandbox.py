@@ -147,6 +147,14 @@ def test_caller_killed(level, mark, seen):
     assert_gone(mark, within=15)
 
 
+def test_program_that_kills_its_launcher(level, mark):
+    "Then nobody sweeps up any more; the process group still goes."
+    code = "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(99)"
+    done = run_python(code, args=[mark], limits=Limits(wall_s=3), _isolation=level)
+    assert not done.ok and done.returncode is None
+    assert_gone(mark)
+
+
 def test_interrupt_ends_the_program(level, mark, monkeypatch):
     def interrupted(*_): raise KeyboardInterrupt
     monkeypatch.setattr(sandbox._Streams, "pump", interrupted)
@@ -232,6 +240,12 @@ def test_secrets_stay_outside(level, monkeypatch):
     network = Limits(network=True)
     shown = run_command(["env"], workdir=".", limits=network, env={"MINE": "here"}, _isolation=level).stdout
     assert "secret" not in shown and "MINE=here\n" in shown and "LANG=C.UTF-8\n" in shown
+
+
+def test_nothing_open_but_the_standard_streams(level):
+    "The program cannot write into the launcher's report."
+    done = run_python("import os\nprint(os.listdir('/proc/self/fd'))", _isolation=level)
+    assert done.stdout == "['0', '1', '2', '3']\n"  # 3 is the listing itself
 
 
 def test_hashes_are_fixed(level):
