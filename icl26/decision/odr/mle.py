@@ -261,6 +261,7 @@ def _newton_step(x, gradient, information, low, high):
     held = ((x <= low) & (gradient < 0)) | ((x >= high) & (gradient > 0))
     scale = np.where(held, 0.0, width)  # unit-free, and zero rows for what is held
     H = information * scale[:, :, None] * scale[:, None, :]
+    H = np.where(np.abs(H).max((1, 2), keepdims=True) > 1e-14, H, 0.0)  # rounding is no information
     step = np.einsum("rij,rj->ri", np.linalg.pinv(H, rcond=1e-9, hermitian=True), gradient * scale) * scale
     return np.clip(x + step, low, high)
 
@@ -379,6 +380,7 @@ def point_estimate(
     data: Transitions,
     *,
     n_starts: int = 4,  # starts of the nonlinear solver, uniform in the box
+    start: np.ndarray | None = None,  # (d,) one start in their place
     seed: int = 0,
 ) -> np.ndarray:  # (d,)
     "Least squares on one-step predictions, inside the box; linear where the family is, else SciPy's trust-region solver."
@@ -391,8 +393,9 @@ def point_estimate(
     inv = np.linalg.inv(np.linalg.cholesky(sim.noise_cov))
     residual = lambda x: ((sim.mean(x, data.s, data.a) - data.s_next) @ inv.T).ravel()
     slope = lambda x: np.einsum("ij,njd->nid", inv, jacobian(sim, x[None], data.s, data.a)[0]).reshape(-1, len(x))
-    starts = np.random.default_rng(seed).uniform(*sim.bounds.T, (n_starts, len(sim.bounds)))
-    fits = [optimize.least_squares(residual, x, jac=slope, bounds=sim.bounds.T, x_scale=np.ptp(sim.bounds, axis=1)) for x in starts]
+    starts = np.random.default_rng(seed).uniform(*sim.bounds.T, (n_starts, len(sim.bounds))) if start is None else [start]
+    fits = [optimize.least_squares(residual, x, jac=slope, bounds=sim.bounds.T, x_scale=np.ptp(sim.bounds, axis=1))
+            for x in starts]
     return min(fits, key=lambda r: r.cost).x
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #e74f4a79
@@ -432,9 +435,10 @@ def _fit_exact(sim, data, sd_floor, n_restarts, seed, start=None):
     return best.mu[0], best.sd[0], best.at_floor[0]
 
 
-def _fit_linear(sim, data, sd_floor, n_restarts, seed, rounds=20, tol=1e-6):
+def _fit_linear(sim, data, sd_floor, n_restarts, seed, start=None, rounds=20, tol=1e-6):
     "Linearise at the point estimate, fit exactly, linearise at the fit, until μ rests (tol in widths of the box)."
-    mu, width = point_estimate(sim, data, n_starts=n_restarts, seed=seed), np.ptp(sim.bounds, axis=1)
+    mu = point_estimate(sim, data, n_starts=n_restarts, seed=seed) if start is None else np.asarray(start, float)
+    width = np.ptp(sim.bounds, axis=1)
     for _ in range(rounds):
         before = mu
         mu, sd, floor = _fit_exact(linearize(sim, mu, data), data, sd_floor, 3, seed, start=mu)
@@ -461,16 +465,20 @@ class ODR:
         self.sim, self.method, self.sd_floor = sim, method, sd_floor
         self.n_samples, self.n_restarts, self.seed = n_samples, n_restarts, seed
 
-    def fit(self, data: Transitions) -> "ODR":
+    def fit(
+        self,
+        data: Transitions,
+        start: np.ndarray | None = None,  # (d,) a mean to start from ("exact": in place of the first random one; "linear": of the point estimate)
+    ) -> "ODR":
         "Maximise $L_N$. Raises TypeError for method=\"exact\" without a linear-Gaussian simulator, ValueError for settings out of range."
         if self.method not in ("exact", "mc", "linear"):
             raise ValueError(f'method must be "exact", "mc" or "linear", got {self.method!r}')
         if not 0 < self.sd_floor < np.ptp(self.sim.bounds, axis=1).min() / 2 or self.n_restarts < 1:
             raise ValueError(f"sd_floor must lie between 0 and half the box, n_restarts be at least 1, got {self.sd_floor}, {self.n_restarts}")
         if self.method == "exact":
-            mu, sd, self.at_floor_ = _fit_exact(self.sim, data, self.sd_floor, self.n_restarts, self.seed)
+            mu, sd, self.at_floor_ = _fit_exact(self.sim, data, self.sd_floor, self.n_restarts, self.seed, start)
         elif self.method == "linear":
-            mu, sd, self.at_floor_ = _fit_linear(self.sim, data, self.sd_floor, self.n_restarts, self.seed)
+            mu, sd, self.at_floor_ = _fit_linear(self.sim, data, self.sd_floor, self.n_restarts, self.seed, start)
         else:
             mu, sd = _fit_mc(self.sim, data, self.sd_floor, self.n_samples, self.n_restarts, self.seed)
             eps = standard_normals(self.n_samples, len(mu), self.seed)
@@ -531,7 +539,7 @@ def identifiability(
     A = row_terms(np.zeros(d), np.zeros((d, d)) if cov is None else np.asarray(cov, float), np.zeros(J.shape[:2]), J)[3].sum(0)
     values, vectors = np.linalg.eigh(A * np.outer(width, width))
     values, vectors = np.clip(values[::-1], 0, None), vectors[:, ::-1].T
-    values = np.where(values > 1e-12 * max(values[0], 1e-300), values, 0.0)
+    values = np.where(values > np.maximum(1e-12 * values[0], 1e-6), values, 0.0)  # an error of a thousand boxes is none
     with np.errstate(divide="ignore"):
         error = 1 / np.sqrt(values)
     vectors = vectors * np.sign(vectors[np.arange(d), np.abs(vectors).argmax(1)])[:, None]
