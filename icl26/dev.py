@@ -192,7 +192,7 @@ def remarks(
         for out in cell.get("outputs", []):
             if out["output_type"] == "error":
                 found.append(f"cell {i}: ends with {out['ename']}")
-            elif out.get("name") == "stderr":
+            elif out.get("name") == "stderr" and not re.fullmatch(r"(icl26[\w.]*: error: .*\n?)+", "".join(out["text"])):
                 found.append(f"cell {i}: warnings or log lines in its output: {''.join(out['text'])[:80]!r}")
             elif "\r" in "".join(out.get("text", [])):
                 found.append(f"cell {i}: a progress bar in its output")
@@ -358,7 +358,8 @@ def prepare(
     "Export, run what changed, clean, write the README; messages of what failed."
     for name in export(top):
         print(f"{name}  exported")
-    failed = run_all(changed(top), **how)
+    home = top / "nbs/index.ipynb"                                     # it lists all papers
+    failed = run_all(dict.fromkeys([*changed(top), home]), **how)
     for name in clean_all(top):
         print(f"{name}  cleaned")
     if write(top / "README.md", readme(top)):
