@@ -31,6 +31,12 @@ def _check_observations(sample: Sequence[Observation], name: str) -> None:
                 raise ValueError(f"{name}[{i}] has log-probability {value} for token {token!r}: it must be finite")
 
 
+def _columns(*samples: Sequence[Observation]) -> dict:
+    "Token -> column, in the order of first appearance."
+    tokens = dict.fromkeys(token for sample in samples for obs in sample for token in obs)
+    return {token: i for i, token in enumerate(tokens)}
+
+
 def _fill(sample: Sequence[Observation], column: dict) -> np.ndarray:
     "The matrix (N, n_tok) of a sample over the tokens of `column`, each row filled up with its own smallest value."
     rows = np.empty((len(sample), len(column)))
@@ -51,9 +57,7 @@ def logprob_matrix(
     that is not finite.
     """
     _check_observations(sample1, "sample1"), _check_observations(sample2, "sample2")
-    column = {}
-    for obs in itertools.chain(sample1, sample2):
-        for token in obs: column.setdefault(token, len(column))
+    column = _columns(sample1, sample2)
     return _fill(sample1, column), _fill(sample2, column), list(column)
 
 # %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #81227534
