@@ -150,12 +150,12 @@ def show_plan(
 ) -> str:
     "A plan as text."
     number = lambda x: f"{x:,}" if isinstance(x, int) else f"{x:.3f}" if isinstance(x, float) else x
-    worth = "yes" if p["judge_worth_it"] else "no: counting the human labels alone has more power"
+    worth = "the judge helps" if p["judge_worth_it"] else "counting the human labels alone is better"
     power = ", ".join(f"{m} {v:.2f}" for m, v in p["simulated_power"].items())
     return "\n".join([
         f"to certify a failure rate < {p['alpha']:g} at level {p['zeta']:g} when it is {p['failure_rate']:g},",
         f"with a judge of TPR {p['tpr']:g} and FPR {p['fpr']:g} and {p['n_judge']:,} labels of it:",
-        f"  worth it where judge labels are free (Theorem 5.4)?  {worth}",
+        f"  Theorem 5.4 (free judge labels, no margin): {worth}",
         f"  human labels for power {p['power']:g}, with the judge:      {number(p['n_human_noisy'])}",
         f"  human labels for power {p['power']:g}, without:             {number(p['n_human_direct'])}",
         f"  lowest TPR for power {p['power']:g} with {p['n_human']} human labels: {number(p['minimum_tpr'])}",

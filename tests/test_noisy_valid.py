@@ -1,0 +1,440 @@
+"noisy_valid: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
+import csv
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import beta, binom, norm
+
+import icl26.evaluation.noisy_valid as nv
+from icl26.evaluation.noisy_valid import real
+from icl26.evaluation.noisy_valid.judge import Counts
+from icl26.evaluation.noisy_valid.power import draw_counts
+from icl26.evaluation.noisy_valid.tests import METHODS, decide
+from icl26.repro import load_results, recompute
+from icl26.repro.results import measurement
+
+ICL26 = Path(sys.executable).with_name("icl26")
+
+
+def data(seed=0, n_human=80, n_judge=500, rate=0.2, tpr=0.9, fpr=0.1):
+    rng = np.random.default_rng(seed)
+    h = rng.random(n_human + n_judge) < rate
+    j = rng.random(n_human + n_judge) < np.where(h, tpr, fpr)
+    return dict(human=h[:n_human], human_judge=j[:n_human], judge_labels=j[n_human:])
+
+
+# -- interface -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, want", [
+    ("estimate_judge", "(human, judge)"),
+    ("noisy_threshold", "(tpr, fpr, n1, n0, n_judge, *, alpha, zeta=0.05)"),
+    ("certify", "(method, *, alpha, zeta=0.05, judge_labels=None, human=None, human_judge=None, tpr=None, fpr=None, variance='plugin')"),
+    ("corrected_rate", "(judge_labels, profile, *, level=0.95)"),
+    ("noisy_beats_direct", "(tpr, fpr, failure_rate, alpha)"),
+    ("asymptotic_power", "(method, *, failure_rate, alpha, tpr=None, fpr=None, n_human=None, n_judge=None, zeta=0.05)"),
+    ("simulate", "(method, *, failure_rate, alpha, tpr, fpr, n_human, n_judge, zeta=0.05, n_trials=1000, seed=None, variance='plugin')"),
+])
+def test_signatures(name, want):
+    s = inspect.signature(getattr(nv, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
+    assert str(inspect.Signature(bare)) == want
+
+
+def test_results_are_frozen_and_hold_the_promised_fields():
+    r = nv.certify("noisy", alpha=0.3, **data())
+    assert list(vars(r))[:6] == ["method", "statistic", "threshold", "pvalue", "certified", "informative"]
+    assert list(vars(r.profile)) == ["tpr", "fpr", "n1", "n0"]
+    for obj, field in ((r, "certified"), (r.profile, "tpr")):
+        with pytest.raises(AttributeError):
+            setattr(obj, field, 1)
+    assert type(r.certified) is bool and all(type(x) is float for x in (r.statistic, r.threshold, r.pvalue))
+    assert type(nv.noisy_beats_direct(0.9, 0.1, 0.2, 0.25)) is bool and type(nv.noisy_threshold(0.9, 0.1, 5, 5, 5, alpha=0.2)) is float
+    assert nv.noisy_threshold([0.8, 0.9], 0.1, 5, [[5], [6]], 5, alpha=0.2).shape == (2, 2)
+
+
+# -- certify against item loops written independently ----------------------------------------------------------------
+
+def by_items(method, d, alpha, zeta, tpr, fpr):
+    "Statistic, threshold by plain loops over label lists; None for an uninformative judge."
+    h, j, u = ([int(x) for x in d[k]] for k in ("human", "human_judge", "judge_labels"))
+    z, mean, n, m = norm.ppf(zeta), lambda x: sum(x) / len(x), len(h), len(u)
+    var = lambda x: sum((v - mean(x)) ** 2 for v in x) / (len(x) - 1)
+    t_list, f_list = [b for a, b in zip(h, j) if a], [b for a, b in zip(h, j) if not a]
+    if method == "direct":
+        return mean(h), alpha + z * math.sqrt(alpha * (1 - alpha) / n)
+    if method in ("ppi", "ppi++"):
+        lam = 1.0
+        if method == "ppi++":
+            cov = sum((a - mean(h)) * (b - mean(j)) for a, b in zip(h, j)) / (n - 1)
+            lam = min(max(cov / ((1 + n / m) * var(j + u)), 0), 1)
+        rest = [a - lam * b for a, b in zip(h, j)]
+        return lam * mean(u) + mean(rest), alpha + z * math.sqrt(lam**2 * var(u) / m + var(rest) / n)
+    if method == "oracle":
+        limit = fpr + (tpr - fpr) * alpha
+        return mean(u), limit + z * math.sqrt(limit * (1 - limit) / m)
+    t, f = mean(t_list), mean(f_list)
+    if t <= f:
+        return None
+    if method == "noisy":
+        limit = f + (t - f) * alpha
+        spread = limit * (1 - limit) / m + alpha**2 * t * (1 - t) / len(t_list) + (1 - alpha) ** 2 * f * (1 - f) / len(f_list)
+        return mean(u), limit + z * math.sqrt(spread)
+    low = lambda x: beta.ppf(zeta / 3, sum(x), len(x) - sum(x) + 1) if sum(x) else 0.0
+    up = beta.ppf(1 - zeta / 3, sum(u) + 1, m - sum(u)) if sum(u) < m else 1.0
+    tl, fl = low(t_list), low(f_list)
+    return ((up - fl) / (tl - fl) if tl > fl else math.inf), alpha
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_certify_is_what_item_loops_give(method):
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        d = data(seed, int(rng.integers(10, 90)), int(rng.integers(20, 400)), rng.uniform(0.1, 0.5), rng.uniform(0.3, 1), rng.uniform(0, 0.5))
+        if not 0 < d["human"].sum() < len(d["human"]):
+            continue
+        alpha, zeta = rng.uniform(0.1, 0.6), rng.uniform(0.01, 0.4)
+        r, want = nv.certify(method, alpha=alpha, zeta=zeta, tpr=0.8, fpr=0.2, **d), by_items(method, d, alpha, zeta, 0.8, 0.2)
+        if want is None:
+            assert (r.certified, r.pvalue, r.informative) == (False, 1.0, False)
+            continue
+        np.testing.assert_allclose([r.statistic, r.threshold], want, rtol=1e-9)
+        assert r.certified == (want[0] < want[1]) and r.informative
+        assert math.isnan(r.pvalue) if method == "exact" else r.certified == (r.pvalue < zeta)
+
+
+def test_smoothed_changes_the_calibration_terms_only():
+    d = dict(human=[1] * 4 + [0] * 8, human_judge=[1] * 4 + [0] * 8, judge_labels=[0] * 90 + [1] * 10)       # a judge without a seen error
+    plain, smooth = (nv.certify("noisy", alpha=0.25, variance=v, **d) for v in ("plugin", "smoothed"))
+    t, f = 5 / 6, 1 / 10
+    se2 = 0.25 * 0.75 / 100 + 0.25**2 * t * (1 - t) / 4 + 0.75**2 * f * (1 - f) / 8
+    np.testing.assert_allclose([plain.threshold, smooth.threshold],
+                               0.25 + norm.ppf(0.05) * np.sqrt([0.25 * 0.75 / 100, se2]))
+    assert plain.statistic == smooth.statistic and plain.calibration_share == 0 and smooth.calibration_share > 0.5
+
+
+def test_calibration_share_is_the_share_of_the_variance():
+    r = nv.certify("noisy", alpha=0.25, **data())
+    p = r.profile
+    limit = p.fpr + (p.tpr - p.fpr) * 0.25
+    calibration = 0.25**2 * p.tpr * (1 - p.tpr) / p.n1 + 0.75**2 * p.fpr * (1 - p.fpr) / p.n0
+    np.testing.assert_allclose(r.calibration_share, calibration / (calibration + limit * (1 - limit) / 500))
+    assert nv.certify("direct", alpha=0.25, human=data()["human"]).calibration_share == 1
+    for rate, k, n in (("tpr", round(p.tpr * p.n1), p.n1), ("fpr", round(p.fpr * p.n0), p.n0)):
+        i = p.interval(rate)
+        np.testing.assert_allclose([i.low, i.high], [beta.ppf(0.025, k, n - k + 1), beta.ppf(0.975, k + 1, n - k)])
+
+
+# -- edges -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: nv.estimate_judge([1, 0], [1, 0, 1]), "human and judge"),
+    (lambda: nv.estimate_judge([1, 1], [1, 0]), "at least one failure and one pass"),
+    (lambda: nv.estimate_judge([1, 3], [1, 0]), "human: labels must be 0 or 1"),
+    (lambda: nv.noisy_threshold(0.9, 0.1, 5, 0, 5, alpha=0.2), "n0"),
+    (lambda: nv.noisy_threshold(0.9, -0.1, 5, 5, 5, alpha=0.2), "fpr"),
+    (lambda: nv.noisy_threshold(0.9, 0.1, 5, 5, 5, alpha=0.2, zeta=0), "zeta"),
+    (lambda: nv.certify("wald", alpha=0.2), "method"),
+    (lambda: nv.certify("noisy", alpha=1.2, **data()), "alpha"),
+    (lambda: nv.certify("exact", alpha=0.2, human=[0, 1]), "judge_labels, human_judge"),
+    (lambda: nv.certify("exact", alpha=0.2, human=[0, 0], human_judge=[1, 0], judge_labels=[1]), "human"),
+    (lambda: nv.certify("noisy", alpha=0.2, human=[1, 1], human_judge=[1, 0], judge_labels=[1]), "human"),
+    (lambda: nv.certify("ppi++", alpha=0.2, human=[1], human_judge=[1], judge_labels=[1, 0]), "two items"),
+    (lambda: nv.certify("oracle", alpha=0.2, judge_labels=[1, 0], tpr=2, fpr=0), "tpr"),
+    (lambda: nv.certify("noisy", alpha=0.2, variance="other", **data()), "variance"),
+    (lambda: nv.corrected_rate([0, 1], nv.JudgeProfile(0.2, 0.2, 5, 5)), "profile"),
+    (lambda: nv.noisy_beats_direct(0.9, 0.1, 1.0, 0.25), "failure_rate"),
+    (lambda: nv.asymptotic_power("noisy", failure_rate=1, alpha=0.2, tpr=1, fpr=0, n_human=9, n_judge=9), "failure_rate"),
+    (lambda: nv.asymptotic_power("exact", failure_rate=0.1, alpha=0.2), "method"),
+    (lambda: nv.simulate("ppi", failure_rate=0.1, alpha=0.2, tpr=0.9, fpr=0.1, n_human=1, n_judge=9), "n_human"),
+    (lambda: nv.simulate("noisy", failure_rate=0.1, alpha=0.2, tpr=1.9, fpr=0.1, n_human=9, n_judge=9), "tpr"),
+    (lambda: nv.simulate("noisy", failure_rate=0.1, alpha=0.2, tpr=0.9, fpr=0.1, n_human=9, n_judge=9, n_trials=0), "n_trials"),
+    (lambda: nv.required_human("noisy", failure_rate=0.1, alpha=0.2), "tpr, fpr, n_judge"),
+    (lambda: nv.minimum_tpr(fpr=0.1, failure_rate=0.2, alpha=0.2, n_human=9, n_judge=9), "failure_rate"),
+    (lambda: nv.claims("fast"), "profile"),
+])
+def test_bad_input_is_named(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_an_uninformative_judge_certifies_nothing_and_raises_nothing():
+    d = dict(human=[1, 0] * 20, human_judge=[0, 1] * 20, judge_labels=[0] * 500)
+    for m in ("noisy", "exact"):
+        r = nv.certify(m, alpha=0.9, **d)
+        assert (r.certified, r.pvalue, r.informative) == (False, 1.0, False)
+    r = nv.certify("oracle", alpha=0.9, judge_labels=[0] * 500, tpr=0.1, fpr=0.6)
+    assert (r.certified, r.pvalue, r.informative) == (False, 1.0, False)
+    assert all(nv.certify(m, alpha=0.9, **d).informative for m in ("ppi", "ppi++"))
+    assert nv.asymptotic_power("noisy", failure_rate=0.1, alpha=0.2, tpr=0.4, fpr=0.4, n_human=99, n_judge=99) == 0
+
+
+def test_a_trial_without_failures_counts_as_not_certified():
+    c = Counts(*(np.array(x) for x in ([0, 3], [0, 4], [0, 1], [40, 36], [0, 5], [999, 999])))
+    assert decide("noisy", c, alpha=0.5).certified.tolist() == [False, True]
+    assert decide("direct", c, alpha=0.5).certified.all()
+    setting = dict(alpha=0.25, tpr=0.9, fpr=0.1, n_human=20, n_judge=100, n_trials=50, seed=0)
+    assert nv.simulate("exact", failure_rate=0.0, **setting) == 0 and nv.simulate("ppi", failure_rate=0.0, **setting) > 0.5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_simulation_is_repeatable_and_does_not_depend_on_items(method):
+    s = dict(failure_rate=0.15, alpha=0.25, tpr=0.9, fpr=0.1, n_human=60, n_trials=3000)
+    assert nv.simulate(method, **s, n_judge=10**4, seed=5) == nv.simulate(method, **s, n_judge=10**4, seed=5)
+    shares = {nv.simulate(method, **s, n_judge=2000, seed=k) for k in range(6)}
+    assert method in ("exact", "oracle") or len(shares) > 1
+    assert 0 <= nv.simulate(method, **s, n_judge=10**8, seed=5) <= 1
+
+
+def test_the_exact_test_keeps_its_level_at_thirty_labels():
+    for rate in (0.1, 0.25, 0.5):
+        share = nv.simulate("exact", failure_rate=rate, alpha=rate, tpr=0.95, fpr=0.3, n_human=30, n_judge=10_000, n_trials=20_000, seed=1)
+        assert share <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 20_000)
+
+
+def test_drawn_counts_have_the_right_law():
+    c = draw_counts(np.random.default_rng(0), failure_rate=0.3, tpr=0.8, fpr=0.1, n_human=10, n_judge=7, n_trials=200_000)
+    seen = np.bincount(c.k1, minlength=11) / 200_000                           # marginally k1 ~ Bin(n_M, R_M TPR)
+    np.testing.assert_allclose(seen, binom.pmf(np.arange(11), 10, 0.24), atol=0.004)
+    seen = np.bincount(c.kj, minlength=8) / 200_000
+    np.testing.assert_allclose(seen, binom.pmf(np.arange(8), 7, 0.3 * 0.8 + 0.7 * 0.1), atol=0.004)
+
+
+# -- a run: intervals and verdicts from the recorded numbers ---------------------------------------------------------
+
+def reproduce(out, *args, env=None):
+    run = subprocess.run([ICL26, "reproduce", "noisy_valid", "--jobs", "1", "--out", str(out), *args], capture_output=True, text=True,
+                         timeout=400, cwd=out.parent, env=os.environ | (env or {}))
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (path,) = out.glob("evaluation/noisy_valid/*/results.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("noisy_valid")
+    return [reproduce(folder / f"run{i}", env={"ICL26_CACHE": str(folder / f"cache{i}")}) for i in (0, 1)]
+
+
+def wilson_by_hand(k, n, z=norm.ppf(0.975)):
+    p = k / n
+    mid, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(mid - half, 0), min(mid + half, 1)
+
+
+def check_part(claim, part):
+    "The interval of a part, again, from the counts or values that it recorded."
+    values, n = part.get("values"), part["n"]
+    if claim in ("type1", "naive", "real"):
+        assert part["measured"] == part["k"] / n
+        want = wilson_by_hand(part["k"], n)
+    elif claim in ("oracle", "ppi"):
+        x = np.r_[np.ones(values[0]), -np.ones(values[1]), np.zeros(n - sum(values))]
+        half = norm.ppf(0.975) * x.std(ddof=1) / math.sqrt(n)
+        assert abs(part["measured"] - x.mean()) < 1e-12
+        want = x.mean() - half, x.mean() + half
+    elif claim == "boundary":
+        if part["measured"] is None:
+            assert 0 in (values[1], values[3])
+            return
+        (a, b), (c, d) = wilson_by_hand(*values[:2]), wilson_by_hand(*values[2:])
+        p, q = values[0] / values[1], values[2] / values[3]
+        want = (p + q) / 2 - 0.5 * math.hypot(p - a, q - c), (p + q) / 2 + 0.5 * math.hypot(b - p, d - q)
+        assert abs(part["measured"] - (p + q) / 2) < 1e-12
+    else:
+        from icl26.stats import mean_interval
+
+        i = mean_interval(values, seed=0)
+        assert abs(part["measured"] - np.mean(values)) < 1e-12
+        want = i.low, i.high
+    np.testing.assert_allclose([part["ci_low"], part["ci_high"]], want, atol=1e-9)
+
+
+def committed_or(smoke):
+    path = Path(__file__).resolve().parent.parent / "results/evaluation/noisy_valid/results.json"
+    return [smoke[0], *([path] if path.is_file() else [])]
+
+
+def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
+    for path in committed_or(smoke):
+        record = load_results(path)
+        assert [c["id"] for c in record["claims"]] == ["type1", "naive", "boundary", "oracle", "ppi", "estimator", "real"]
+        for c in record["claims"]:
+            assert c["verdict"] == recompute(c)[0] and c["values"]
+            for part in c["values"]:
+                check_part(c["id"], part)
+        cells = {c["id"]: c["values"] for c in record["claims"]}
+        worst = max((p for p in cells["type1"] if p["label"].startswith("noisy ")), key=lambda p: p["measured"])
+        assert {c["id"]: c for c in record["claims"]}["type1"]["measured"] == worst["measured"]
+
+
+def test_the_committed_run_is_the_full_grid(smoke):
+    for path in committed_or(smoke)[1:]:
+        cells = {c["id"]: c["values"] for c in load_results(path)["claims"]}
+        noisy = [p for p in cells["type1"] if p["label"].startswith("noisy ")]
+        assert len(noisy) == 48 and min(p["n"] for p in noisy) >= 4000
+        assert len(cells["naive"]) == 16 and sum(p["label"].startswith("lenient") for p in cells["naive"]) == 2
+        assert len(cells["boundary"]) == 6 and [p["label"] for p in cells["oracle"]] == [f"n_M={n}" for n in (25, 100, 400, 1600)]
+        assert sum(p["label"].startswith("ppi++ ") for p in cells["ppi"]) == 32
+        assert sum(p["label"].startswith("noisy transport") for p in cells["real"]) == 9
+
+
+def test_one_seed_one_result_in_two_processes(smoke):
+    one, two = (json.dumps(load_results(p)["claims"], indent=1, ensure_ascii=False).encode() for p in smoke)
+    assert one == two
+
+
+def test_the_smoke_run_stays_in_its_budget(smoke):
+    record = load_results(smoke[0])
+    assert record["peak_rss_mb"] < 2048 and record["parameters"]["profile"] == "smoke"
+    assert {"level.png", "boundary.png", "oracle_gap.png", "power.png", "real.png"} <= {p.name for p in (smoke[0].parent / "figures").iterdir()}
+
+
+# -- numbers that go against the paper -------------------------------------------------------------------------------
+
+def against(part, claim):
+    "The part, moved to where the paper is wrong, with its interval."
+    shift = {"type1": 0.2, "real": 0.2, "naive": -1.5, "ppi": -1.0}.get(claim)
+    if claim == "boundary":
+        return part | dict(measured=0.6, ci_low=0.5, ci_high=0.7)
+    if claim == "oracle":                                                       # the gap grows with n_M
+        m = 0.01 * int(part["label"].removeprefix("n_M="))
+        return part | dict(measured=m, ci_low=m - 0.01, ci_high=m + 0.01)
+    if claim == "ppi" and part["label"].startswith("best-oracle"):
+        shift = 1.5
+    return part | {k: part[k] + shift for k in ("measured", "ci_low", "ci_high")}
+
+
+@pytest.mark.parametrize("claim", ["type1", "naive", "boundary", "oracle", "ppi", "real"])
+def test_numbers_against_the_paper_are_not_reproduced(smoke, claim):
+    (record,) = (c for c in load_results(smoke[0])["claims"] if c["id"] == claim)
+    (rule,) = (c for c in nv.claims("smoke") if c.id == claim)
+    parts = [against(p, claim) for p in record["values"]]
+    assert measurement(rule, parts=parts)["verdict"] == "not reproduced"
+
+
+def test_the_descriptive_claim_has_no_verdict_to_win(smoke):
+    (rule,) = (c for c in nv.claims("smoke") if c.id == "estimator")
+    parts = [dict(label="x", measured=0.1, ci_low=0.05, ci_high=0.2, n=9)]
+    assert measurement(rule, parts=parts)["verdict"] == "descriptive"
+
+
+# -- the gpu profile -------------------------------------------------------------------------------------------------
+
+WORDS = "you are a kind rude awful silly person thanks for the edit please stop now and never come back again".split()
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    "Tiny models of the profile's classes (Llama and Qwen2), in the layout of a local copy of the Hub, and three small CSV files."
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from icl26.lm import HFLM, byte_tokenizer, tiny_lm
+
+    folder = tmp_path_factory.mktemp("stand_in")
+    vocabulary = sorted({w for q in real.QUESTIONS.values() for w in q.split()} | set(WORDS)
+                        | set("Reply with Yes or No only. Text: Answer: User's question: Yes No".split()))
+    for seed, name in enumerate((real.JUDGES[0], real.TESTED[1])):
+        lm = tiny_lm(vocabulary, seed=seed)
+        if seed == 0:                                                            # the judge is asked as a chat
+            lm.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
+        lm.save_pretrained(folder / "models" / name)
+    tokenizer = byte_tokenizer()                                                  # byte-level, as Qwen's is
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.125, tie_word_embeddings=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    HFLM(model, tokenizer).save_pretrained(folder / "models" / real.TESTED[0])
+    (folder / "data").mkdir()
+    write_data(folder / "data")
+    return folder
+
+
+def write_data(folder):
+    rng = np.random.default_rng(0)
+    for name in real.SOURCES:
+        with open(folder / f"{name}.csv", "w", newline="") as f:
+            w = csv.writer(f)
+            w.writerow(["text", "label", "prompt"])
+            for _ in range(80):
+                text = " ".join(rng.choice(WORDS, rng.integers(3, 14)))
+                w.writerow([text, int(rng.random() < 0.4), "are you kind" if name == "saferlhf" else ""])
+
+
+def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path):
+    path = reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", str(stand_in / "models"),
+                     env={real.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(tmp_path / "cache")})
+    record = load_results(path)
+    claims = {c["id"]: c for c in record["claims"]}
+    assert not any(c["verdict"] == "not run" for c in record["claims"])
+    assert claims["real"]["scale"] == claims["estimator"]["scale"] == "paper"
+    assert set(record["data_hashes"]) == set(real.SOURCES) and set(record["model_hashes"]) == {real.JUDGES[0], *real.TESTED}
+    judged = {p["label"].split(" ", 3)[3] for p in claims["real"]["values"] if p["label"].startswith("noisy same")}
+    assert "saferlhf by Llama-3.1-8B-Instruct" in judged and any(j.startswith("jigsaw of Qwen2.5-0.5B-Instruct by") for j in judged)
+    assert all(p["n"] == 1000 for p in claims["real"]["values"])
+    for c in record["claims"]:
+        for part in c["values"]:
+            check_part(c["id"], part)
+
+
+def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    record = load_results(reproduce(tmp_path / "gpu", "--profile", "gpu"))
+    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+    assert record["wall_s"] < 15
+
+
+def test_without_datasets_the_error_names_the_package():
+    code = ("import sys; sys.modules['datasets'] = None\n"
+            "from icl26.evaluation.noisy_valid.real import load_texts\n"
+            "try: load_texts('jigsaw', 5)\nexcept ImportError as e: print(e)")
+    env = {k: v for k, v in os.environ.items() if k != real.DATA_FOLDER}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env).stdout
+    assert "pip install datasets" in out and real.DATA_FOLDER in out
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+def use(*args, cwd):
+    return subprocess.run([ICL26, "use", "noisy_valid", *args], capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def test_the_command_certifies_and_plans(tmp_path):
+    d = data(3, n_human=100, n_judge=3000, rate=0.12)
+    rows = [f"{int(j)},{int(h)}" for h, j in zip(d["human"], d["human_judge"])] + [f"{int(j)}," for j in d["judge_labels"]]
+    (tmp_path / "labels.csv").write_text("judge,human\n" + "\n".join(rows) + "\n")
+    run = use("certify", "labels.csv", "--alpha", "0.25", "--json", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    report, want = json.loads(run.stdout), nv.certify("noisy", alpha=0.25, **d)
+    assert report["certified"] == want.certified and report["tests"]["noisy"]["threshold"] == want.threshold
+    assert {"tpr", "fpr", "failure_rate"} <= set(report)
+    text = use("certify", "labels.csv", "--alpha", "0.25", cwd=tmp_path).stdout
+    assert text.startswith("CERTIFIED: failure rate < 0.25") and "TPR" in text
+    run = use("certify", "labels.csv", "--alpha", "0.1", "--exit-code", cwd=tmp_path)
+    assert run.returncode == 3 and run.stdout.startswith("NOT CERTIFIED")
+    run = use("plan", "--alpha", "0.25", "--failure-rate", "0.15", "--tpr", "0.9", "--fpr", "0.1", "--json", cwd=tmp_path)
+    assert json.loads(run.stdout)["n_human_noisy"] == nv.required_human("noisy", failure_rate=0.15, alpha=0.25, tpr=0.9, fpr=0.1, n_judge=10_000)
+
+
+@pytest.mark.parametrize("args, text", [
+    (("certify", "none.csv", "--alpha", "0.2"), "No such file"),
+    (("certify", "bad.csv", "--alpha", "0.2"), "bad.csv, line 3: human must be 0 or 1, got 'maybe'"),
+    (("certify", "bad.csv"), "--alpha"),
+    (("plan", "--alpha", "0.1", "--failure-rate", "0.2", "--tpr", "0.9", "--fpr", "0.1"), "failure_rate"),
+    (("plan", "--alpha", "0.2", "--failure-rate", "0.1", "--tpr", "0.9"), "--tpr and --fpr"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
+    (tmp_path / "bad.csv").write_text("judge,human\n1,0\n0,maybe\n")
+    run = use(*args, cwd=tmp_path)
+    assert run.returncode == 2 and text in run.stderr and run.stderr.startswith("icl26: error:") and "Traceback" not in run.stderr
