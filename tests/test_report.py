@@ -3,12 +3,9 @@ import base64
 import csv
 import json
 import re
-import shutil
-import subprocess
-import time
-import urllib.request
 
 import pytest
+from browser import Browser, available
 
 from icl26.repro.papers import UsageError
 from icl26.repro.report import report
@@ -79,70 +76,14 @@ def test_no_runs_is_the_users_error(tmp_path):
         report(tmp_path)
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Browser:
-    "Chromium through chromedriver's HTTP protocol."
-
-    def __init__(self, driver: str, width: int, height: int):
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.process = subprocess.Popen([driver, f"--port={port}", "--log-level=OFF"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        args = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-                "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
-        wanted = {"goog:chromeOptions": {"args": args, "mobileEmulation": {"deviceMetrics": {"width": width, "height": height, "pixelRatio": 1}}},
-                  "goog:loggingPrefs": {"browser": "ALL"}}
-        for _ in range(100):
-            try:
-                self.call("GET", "/status")
-                break
-            except OSError:
-                time.sleep(0.1)
-        self.id = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-
-    def call(self, method: str, path: str, body: dict | None = None) -> object:
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["value"]
-
-    def post(self, path: str, **body: object) -> object:
-        return self.call("POST", f"/session/{self.id}{path}", body)
-
-    def js(self, code: str) -> object:
-        "What a script returns."
-        return self.post("/execute/sync", script=code, args=[])
-
-    def scheme(self, name: str) -> None:
-        "What the system asks for: light or dark."
-        self.post("/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": [{"name": "prefers-color-scheme", "value": name}]})
-
-    def screenshot(self, path) -> None:
-        path.write_bytes(base64.b64decode(self.call("GET", f"/session/{self.id}/screenshot")))
-
-    def close(self) -> None:
-        self.call("DELETE", f"/session/{self.id}")
-        self.process.terminate()
-        self.process.wait(20)
-
-
 @pytest.fixture(params=[(390, 844), (1280, 900)], ids=["phone", "desk"])
 def browser(request, page):
-    driver = shutil.which("chromedriver")
-    if not driver or not (shutil.which("chromium") or shutil.which("google-chrome")):
+    if not available:
         pytest.skip("needs Chromium and chromedriver")
-    browser = Browser(driver, *request.param)
-    browser.width = request.param[0]
-    try:
-        browser.post("/url", url=page.as_uri())
+    with Browser(*request.param) as browser:
+        browser.emulate(*request.param, mobile=request.param[0] < 500)
+        browser.get(page.as_uri())
         yield browser
-    finally:
-        browser.close()
 
 
 ROWS = "return [...document.querySelectorAll('#claims tbody tr')].filter(r => r.offsetParent).length"
@@ -154,41 +95,41 @@ OVER = """return [...document.querySelectorAll('body *')].filter(e => !e.closest
 def test_in_the_browser(browser, page, tmp_path):
     colours = {}
     for scheme in ("light", "dark"):
-        browser.scheme(scheme)
-        assert browser.js("return innerWidth") == browser.width
-        assert browser.js(OVER) == [] and browser.js("return document.documentElement.scrollWidth") <= browser.width
-        colours[scheme] = browser.js("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]")
+        browser.emulate(browser.width, browser.height, mobile=browser.width < 500, scheme=scheme)
+        assert browser.execute("return innerWidth") == browser.width
+        assert browser.execute(OVER) == [] and browser.overflow() == 0
+        colours[scheme] = browser.execute("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]")
         browser.screenshot(tmp_path / f"{browser.width}-{scheme}.png")
     assert colours["light"] == colours["dark"][::-1] or colours["light"][0] != colours["dark"][0]
-    browser.js("document.querySelector('.theme').click()")  # the button overrules the system
-    assert browser.js("return getComputedStyle(document.body).backgroundColor") == colours["light"][0]
+    browser.execute("document.querySelector('.theme').click()")  # the button overrules the system
+    assert browser.execute("return getComputedStyle(document.body).backgroundColor") == colours["light"][0]
 
-    assert browser.js("return document.title") == "icl26 report"  # nothing that a notebook wrote has run
-    assert "<script>document.title = 'owned'</script>" in browser.js("return document.body.innerText")
-    assert browser.js("return [...document.images].every(i => i.naturalWidth == 10 && i.alt)") is True
-    assert browser.js("return performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0
-    assert [e for e in browser.post("/se/log", type="browser") if e["level"] in ("SEVERE", "WARNING")] == []
+    assert browser.execute("return document.title") == "icl26 report"  # nothing that a notebook wrote has run
+    assert "<script>document.title = 'owned'</script>" in browser.execute("return document.body.innerText")
+    assert browser.execute("return [...document.images].every(i => i.naturalWidth == 10 && i.alt)") is True
+    assert browser.execute("return performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0
+    assert [e for e in browser.log() if e["level"] in ("SEVERE", "WARNING")] == []
 
-    assert browser.js("return document.querySelectorAll('svg.strip').length") >= 10
-    assert browser.js("return Math.min(...[...document.querySelectorAll('svg.strip')].map(s => s.getBoundingClientRect().width))") > 150
+    assert browser.execute("return document.querySelectorAll('svg.strip').length") >= 10
+    assert browser.execute("return Math.min(...[...document.querySelectorAll('svg.strip')].map(s => s.getBoundingClientRect().width))") > 150
     dot = "const s = document.querySelector('svg.strip'), c = s.querySelector('.ours').getBoundingClientRect(), b = s.getBoundingClientRect();"
-    assert browser.js(dot + "return c.left >= b.left && c.right <= b.right && c.width == 10")
+    assert browser.execute(dot + "return c.left >= b.left && c.right <= b.right && c.width == 10")
 
 
 @pytest.mark.browser
 def test_filter_and_sort(browser):
     pick = "const s = document.querySelector('[name={}]'); s.value = '{}'; s.dispatchEvent(new Event('input'));"
-    assert browser.js(ROWS) == 5
-    browser.js(pick.format("verdict", "not reproduced"))
-    assert browser.js(ROWS) == 1 and browser.js("return document.querySelector('#shown').textContent") == "1 of 5 claims"
-    assert browser.js("return [...document.querySelectorAll('section.paper')].filter(s => s.offsetParent).map(s => s.id)") == ["alpha-cpu"]
-    browser.js(pick.format("verdict", "") + pick.format("area", "decision").replace("const s", "const t").replace("s.", "t."))
-    assert browser.js(ROWS) == 3
-    browser.js("const i = document.querySelector('.tools input'); i.value = 'BIG'; i.dispatchEvent(new Event('input'))")
-    assert browser.js(ROWS) == 1
-    browser.js("const i = document.querySelector('.tools input'); i.value = ''; i.dispatchEvent(new Event('input'));" + pick.format("area", ""))
-    browser.js("document.querySelectorAll('#claims th button')[6].click()")
+    assert browser.execute(ROWS) == 5
+    browser.execute(pick.format("verdict", "not reproduced"))
+    assert browser.execute(ROWS) == 1 and browser.execute("return document.querySelector('#shown').textContent") == "1 of 5 claims"
+    assert browser.execute("return [...document.querySelectorAll('section.paper')].filter(s => s.offsetParent).map(s => s.id)") == ["alpha-cpu"]
+    browser.execute(pick.format("verdict", "") + pick.format("area", "decision").replace("const s", "const t").replace("s.", "t."))
+    assert browser.execute(ROWS) == 3
+    browser.execute("const i = document.querySelector('.tools input'); i.value = 'BIG'; i.dispatchEvent(new Event('input'))")
+    assert browser.execute(ROWS) == 1
+    browser.execute("const i = document.querySelector('.tools input'); i.value = ''; i.dispatchEvent(new Event('input'));" + pick.format("area", ""))
+    browser.execute("document.querySelectorAll('#claims th button')[6].click()")
     verdicts = "return [...document.querySelectorAll('#claims tbody .chip')].map(c => c.textContent)"
-    assert browser.js(verdicts) == ["not reproduced", "not run", "reproduced", "reproduced", "reproduced"]
-    browser.js("document.querySelectorAll('#claims th button')[6].click()")
-    assert browser.js(verdicts)[-1] == "not reproduced"
+    assert browser.execute(verdicts) == ["not reproduced", "not run", "reproduced", "reproduced", "reproduced"]
+    browser.execute("document.querySelectorAll('#claims th button')[6].click()")
+    assert browser.execute(verdicts)[-1] == "not reproduced"
