@@ -74,5 +74,5 @@ def test_generate(benchmark, lm):
     naive = best(lambda: [rerun(lm, p) for p in prompts])
     benchmark.pedantic(ours, rounds=5)
     benchmark.extra_info["ratio"] = ratio = benchmark.stats["min"] / naive
-    print(f"\n{NEW_TOKENS} tokens after two prompts: the cache takes {ratio:.2f} of running the prefix again ({naive:.3f} s)")
+    print(f"\n{NEW_TOKENS} tokens, two prompts: the cache takes {ratio:.2f} of running the prefix again ({naive:.3f} s)")
     assert ratio < 1

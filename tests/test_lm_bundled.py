@@ -178,7 +178,8 @@ def test_it_is_gemma(gemma):
     assert len(gemma.model_hash) == 64
     sums = [" four", " seven", " nine"]
     assert choice_logprobs(gemma, ["One, two, three,", "Four, five, six,"], sums).argmax(-1).tolist() == [0, 1]
-    assert gemma.generate(["Monday, Tuesday, Wednesday,"], max_new_tokens=4, temperature=0)[0][0].startswith(" Thursday,")
+    days = gemma.generate(["Monday, Tuesday, Wednesday,"], max_new_tokens=4, temperature=0)
+    assert days[0][0].startswith(" Thursday,")
     text = "Zoë paid 3 €.\n\tThen she left"
     assert gemma.tokenizer.decode(gemma.tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 

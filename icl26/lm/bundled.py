@@ -7,14 +7,17 @@ __all__ = ['BUNDLED_SHA256', 'build_once', 'convert_gguf', 'file_sha256', 'check
 
 # %% ../../nbs/lm/03_bundled.ipynb #c9957daf
 import hashlib
+import io
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from .hf import no_progress_bars
+from .hf import HFLM, no_progress_bars
 from ..repro.cache import cache_folder
 
 # %% ../../nbs/lm/03_bundled.ipynb #f0897816
@@ -53,7 +56,7 @@ def convert_gguf(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
-    with no_progress_bars():
+    with no_progress_bars(), redirect_stderr(io.StringIO()):  # one of the bars cannot be switched off
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         model.config.__dict__.pop("quantization_config", None)
@@ -96,6 +99,7 @@ def _convert_bundled(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.gguf-") as d:
         path = assemble(Path(d, MODEL_NAME))
         check_sha256(path, BUNDLED_SHA256)
+        logging.getLogger("icl26.lm").info("converting Gemma 3 270M into %s; this is done once", folder.parent)
         convert_gguf(path, folder)
 
 

@@ -435,8 +435,8 @@ class HFLM:
     """
     A causal language model of Transformers as an `LM`.
 
-    An answer depends on its prompt alone, not on the batch or the padding side. A list no longer than `batch_size` is one
-    forward pass, in its order. `model`, `tokenizer` and `batch_size` may be used and changed.
+    An answer depends on its prompt alone, not on the batch or the padding side. A list no longer than `batch_size` is
+    one forward pass, in its order. `model`, `tokenizer` and `batch_size` may be used and changed.
     """
 
     def __init__(

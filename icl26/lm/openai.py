@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from icl26.lm.types import (
-    LM,
     Prompt,
     TokenScores,
     Usage,
@@ -48,7 +47,7 @@ def read_key(
     "The API key from the environment. `ValueError` names the variable if it is not there and needed."
     key = os.environ.get(variable, "").strip()
     if not key and not local:
-        raise ValueError(f"no API key: set the environment variable {variable}, or give the base_url of your own server")
+        raise ValueError(f"no API key: set the environment variable {variable}, or give your own server's base_url")
     return key or "none"
 
 
@@ -199,7 +198,7 @@ def echo_scores(
             break
     tokens, values = zip(*echoed[start:]) if echoed else ((), ())
     if "".join(tokens) != continuation or None in values:
-        raise ValueError(f"the server's tokens {list(tokens)} reach over the border before {continuation!r}: move the space")
+        raise ValueError(f"the server's tokens {list(tokens)} reach over the border to {continuation!r}: move the space")
     return TokenScores(list(tokens), torch.tensor(values, dtype=torch.float32))
 
 # %% ../../nbs/lm/05_openai.ipynb #a332ca13
@@ -208,7 +207,8 @@ class OpenAILM:
     A model behind an OpenAI-compatible server as an `LM`.
 
     What was sent and received is in `usage`; answers from the cache cost nothing and are in `cache_hits`. Raises
-    `ServerError` when a request fails for good, and `NotImplementedError`, naming the method, for what the server cannot do.
+    `ServerError` when a request fails for good, and `NotImplementedError`, naming the method, for what the server
+    cannot do.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class OpenAILM:
     ) -> list[TokenScores]:  # N scores, tokens as the server cuts prompt + continuation
         "Token scores by the echo of the completions endpoint; `NotImplementedError` where there is none."
         if self.endpoint == "chat":
-            raise NotImplementedError("score needs the echo of the completions endpoint: OpenAILM(endpoint='completions')")
+            raise NotImplementedError("score needs the echo that only endpoint='completions' has")
         prompts = check_prompts(prompts)
         texts = check_continuations(prompts, continuations)
         how = {"model": self.model, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
@@ -422,4 +422,4 @@ class OpenAILM:
         prompts: Sequence[Prompt],  # N prompts
     ) -> Tensor:  # never
         "`NotImplementedError`: no server returns its whole vocabulary."
-        raise NotImplementedError("next_token_logprobs needs the whole vocabulary, which no server returns: use top_logprobs")
+        raise NotImplementedError("next_token_logprobs needs the whole vocabulary, which no server returns")

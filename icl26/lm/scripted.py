@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .types import LM, Prompt, TokenScores, check_prompts, check_sampling, cut_at_stop, sample_seed
+from .types import Prompt, TokenScores, check_prompts, check_sampling, cut_at_stop, sample_seed
 
 # %% ../../nbs/lm/04_scripted.ipynb #cba33e1e
 def takes_seed(
