@@ -87,4 +87,4 @@ check: $(VENV)/ready-dev
 	@$(BIN)/python -m icl26.dev check && echo "notebooks, package and README are in step"
 
 bench: $(VENV)/ready-dev
-	@$(BIN)/python -m pytest benchmarks -p no:xdist --benchmark-columns=min,median,rounds $(ARGS)
+	@$(BIN)/python -m pytest benchmarks -s -p no:xdist --benchmark-columns=min,median,rounds $(ARGS)
