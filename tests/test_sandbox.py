@@ -404,3 +404,9 @@ def timed(call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def test_import_is_light():
+    heavy = ("numpy", "scipy", "torch", "pandas", "matplotlib")
+    code = f"import sys, icl26.sandbox; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "[]\n"
