@@ -38,7 +38,8 @@ def locate(
     model,  # a mujoco.MjModel
     name: str,  # "kind:name", see `PARAMETER_KINDS`
 ) -> tuple[np.ndarray, tuple]:  # the model's array (a live view) and the index of the parameter in it
-    "Where a named physical parameter lives in a MuJoCo model. Raises ValueError for an unknown kind or name, listing what exists."
+    """Where a named physical parameter lives in a MuJoCo model. Raises ValueError for an unknown kind or name,
+    listing what exists."""
     _, mujoco = _libraries()
     kind, _, item = name.partition(":")
     if kind not in PARAMETER_KINDS:
@@ -79,7 +80,8 @@ def set_params(
     data=None,  # a scratch mujoco.MjData of the model (made if None); its content is overwritten
     scale_inertia: bool = False,  # let a body's rotational inertia follow its mass
 ) -> None:
-    "Write named physical parameters into a MuJoCo model and refresh what depends on them. Raises ValueError for values that are no physics."
+    """Write named physical parameters into a MuJoCo model and refresh what depends on them. Raises ValueError for
+    values that are no physics."""
     _, mujoco = _libraries()
     values = np.asarray(values, float)
     if values.shape != (len(names),) or not np.isfinite(values).all():
@@ -88,7 +90,9 @@ def set_params(
         array, i = locate(model, name)
         kind = name.partition(":")[0]
         if value < 0 or (value == 0 and kind in ("mass", "gear")):
-            raise ValueError(f"{name} must be {'positive' if kind in ('mass', 'gear') else 'non-negative'}, got {value}")
+            raise ValueError(
+                f"{name} must be {'positive' if kind in ('mass', 'gear') else 'non-negative'}, got {value}"
+            )
         if kind == "mass" and scale_inertia:
             model.body_inertia[i[0]] *= value / array[i]
         array[i] = -value if kind == "gravity" else value
@@ -100,8 +104,9 @@ def make_env(
     params: list[str] | None = None,  # parameters to change, "kind:name"
     values: np.ndarray | None = None,  # (d,) their values
 ):  # the Gymnasium environment, with its wrappers
-    """`gym.make` for a MuJoCo robot, with changed physics. MuJoCo's remarks about a model file become Python warnings, without a log file in the
-    working folder; the deprecation note about Gymnasium's own HalfCheetah file is left out. Raises ValueError for any other environment."""
+    """`gym.make` for a MuJoCo robot, with changed physics. MuJoCo's remarks about a model file become Python warnings,
+    without a log file in the working folder; the deprecation note about Gymnasium's own HalfCheetah file is left out.
+    Raises ValueError for any other environment."""
     gym, mujoco = _libraries()
     remarks, previous = [], mujoco.get_mju_user_warning()
     mujoco.set_mju_user_warning(remarks.append)
@@ -122,7 +127,8 @@ def make_env(
 
 # %% ../../nbs/decision/00_envs.ipynb #96c4641f
 class _Knobs:
-    "The part of a `MujocoSim` that knows its parameters: names, nominal values, box, noise, and the models they are written into."
+    """The part of a `MujocoSim` that knows its parameters: names, nominal values, box, noise, and the models they
+    are written into."""
 
     def __init__(
         self,
@@ -130,12 +136,15 @@ class _Knobs:
         params: list[str],  # the d parameters to expose, "kind:name" (`PARAMETER_KINDS`)
         *,
         bounds: np.ndarray | None = None,  # (d, 2) box of the parameters; default half to twice the nominal values
-        noise_sd: float | np.ndarray = 1e-3,  # standard deviation of the Gaussian noise a log carries, one for all or one a coordinate
-        skip: int | None = None,  # leading positions that `s` leaves out; default what the environment's observation leaves out
+        noise_sd: float
+        | np.ndarray = 1e-3,  # standard deviation of the Gaussian noise a log carries, one for all or one a coordinate
+        skip: int
+        | None = None,  # leading positions that `s` leaves out; default what the environment's observation leaves out
         threads: int | None = None,  # simulation threads; default OMP_NUM_THREADS, else the cores at hand
         scale_inertia: bool = False,  # let a body's rotational inertia follow its mass
     ):
-        "Raises ValueError for unknown environments or parameters and for an observation that is not (qpos[skip:], qvel)."
+        """Raises ValueError for unknown environments or parameters and for an observation that is not (qpos[skip:],
+        qvel)."""
         env, self.names, self.scale_inertia = make_env(env_id).unwrapped, list(params), scale_inertia
         self.env_id, self.model, self.frame_skip = env_id, env.model, env.frame_skip
         if not self.names:
@@ -143,15 +152,21 @@ class _Knobs:
         self.skip = getattr(env, "observation_structure", {}).get("skipped_qpos", 0) if skip is None else skip
         self.state_dim, self.action_dim = self.model.nq - self.skip + self.model.nv, self.model.nu
         if skip is None and env.observation_space.shape != (self.state_dim,):
-            raise ValueError(f"env_id: the observation of {env_id} is not (qpos, qvel); log full states and pass skip=0")
+            raise ValueError(
+                f"env_id: the observation of {env_id} is not (qpos, qvel); log full states and pass skip=0"
+            )
         self.nominal = get_params(self.model, self.names)
         self.bounds = np.asarray(np.outer(self.nominal, [0.5, 2.0]) if bounds is None else bounds, float)
         if self.bounds.shape != (len(self.names), 2) or not (self.bounds[:, 0] < self.bounds[:, 1]).all():
             raise ValueError(f"bounds must be {len(self.names)} rows of low < high, got {self.bounds.tolist()}")
         self.noise_cov = np.diag(np.broadcast_to(np.asarray(noise_sd, float) ** 2, (self.state_dim,)))
-        self.support = np.stack([self.nominal * 1e-3, np.full(len(self.names), np.inf)], 1)  # where a parameter is still physics
+        self.support = np.stack(
+            [self.nominal * 1e-3, np.full(len(self.names), np.inf)], 1
+        )  # where a parameter is still physics
         self.threads = threads or int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-        self._data = [type(env.data)(self.model) for _ in range(self.threads + 1)]  # the last one is scratch for `set_params`
+        self._data = [
+            type(env.data)(self.model) for _ in range(self.threads + 1)
+        ]  # the last one is scratch for `set_params`
         self._models, self.params, self.s = [], self.nominal, None
         env.close()
 
@@ -176,7 +191,8 @@ class MujocoSim(_Knobs):
     "A Gymnasium MuJoCo environment as a batched function of physical parameters, states and actions."
 
     def set_state(self, s: np.ndarray) -> "MujocoSim":  # s: (N, n), or (M, N, n) with M parameter vectors
-        "Choose the states from which the next `step` starts; every parameter vector starts from the same N, or each from its own."
+        """Choose the states from which the next `step` starts; every parameter vector starts from the same N, or
+        each from its own."""
         s = np.asarray(s, float)
         if s.ndim not in (2, 3) or s.shape[-1] != self.state_dim:
             raise ValueError(f"s must have shape (N, {self.state_dim}) or (M, N, {self.state_dim}), got {s.shape}")
@@ -184,24 +200,28 @@ class MujocoSim(_Knobs):
         return self
 
     def step(self, a: np.ndarray) -> np.ndarray:  # a: (N, k) one action, or (N, T, k) T actions in a row
-        "Play actions open loop from the present states, on threads. Returns the new states: (N, n), or (M, N, n) if M parameters were set."
+        """Play actions open loop from the present states, on threads. Returns the new states: (N, n), or (M, N, n)
+        if M parameters were set."""
         _, mujoco = _libraries()
         if self.s is None or not self._models:
             raise ValueError("step needs set_params and set_state first")
         a, M, N = np.asarray(a, float), len(np.atleast_2d(self.params)), self.s.shape[-2]
         if a.ndim not in (2, 3) or a.shape[0] != N or a.shape[-1] != self.action_dim:
-            raise ValueError(f"a must have shape ({N}, {self.action_dim}) or ({N}, T, {self.action_dim}), got {a.shape}")
+            raise ValueError(
+                f"a must have shape ({N}, {self.action_dim}) or ({N}, T, {self.action_dim}), got {a.shape}"
+            )
         s = np.broadcast_to(self.s, (M, N, self.state_dim)).reshape(M * N, -1)
         physics = np.hstack([np.zeros((M * N, 1 + self.skip)), s])  # time, the positions left out, qpos, qvel
         control = np.repeat(a.reshape(N, -1, self.action_dim), self.frame_skip, axis=1)  # (N, T * frame_skip, k)
         models = [m for m in self._models[:M] for _ in range(N)]
         states, _ = mujoco.rollout.rollout(models, self._data[:-1], physics, np.tile(control, (M, 1, 1)))
-        self.s = states[:, -1, 1 + self.skip:].reshape(M, N, -1)
+        self.s = states[:, -1, 1 + self.skip :].reshape(M, N, -1)
         self.s = self.s[0] if np.ndim(self.params) == 1 else self.s
         return self.s
 
     def mean(self, xi: np.ndarray, s: np.ndarray, a: np.ndarray) -> np.ndarray:
-        "The next state without noise: xi (d,) gives (N, n), xi (M, d) gives (M, N, n). s is (N, n), or (M, N, n) with xi (M, d)."
+        """The next state without noise: xi (d,) gives (N, n), xi (M, d) gives (M, N, n). s is (N, n), or (M, N, n)
+        with xi (M, d)."""
         return self.set_params(xi).set_state(s).step(a).copy()
 
     def sample(self, xi: np.ndarray, s: np.ndarray, a: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -215,7 +235,8 @@ def clipped(
     s: np.ndarray,  # (N, n) logged states or observations
     limit: float = 10.0,  # the clip of Gymnasium's Hopper and Walker2d
 ) -> np.ndarray:  # (N,) bool
-    "Rows whose velocities sit exactly at Gymnasium's clip, so that the row is not the simulator's state. False everywhere for other robots."
+    """Rows whose velocities sit exactly at Gymnasium's clip, so that the row is not the simulator's state. False
+    everywhere for other robots."""
     if not sim.env_id.startswith(("Hopper", "Walker2d")):
         return np.zeros(len(s), bool)
-    return (np.abs(np.asarray(s, float)[:, sim.model.nq - sim.skip:]) == limit).any(axis=1)
+    return (np.abs(np.asarray(s, float)[:, sim.model.nq - sim.skip :]) == limit).any(axis=1)

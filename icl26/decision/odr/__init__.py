@@ -11,17 +11,69 @@ __all__ = ['claims', 'error_study', 'growing_paths', 'informativeness', 'set_dis
 
 # %% ../../../nbs/decision/odr/index.ipynb #c8fdcd37
 from .claims import claims
-from .consistency import error_study, growing_paths, informativeness, set_distance, uniform_informativeness
+from icl26.decision.odr.consistency import (
+    error_study,
+    growing_paths,
+    informativeness,
+    set_distance,
+    uniform_informativeness,
+)
 from .downstream import LQR, SAC, SACConfig, lqr_gap, lqr_policy, robot_transfer, train_sac
 from .dropo import DROPO, dropo_loglik
-from .mle import (ODR, FewEffectiveSamples, Identifiability, effective_samples, expected_kl, identifiability, linearize,
-                                    mixture_loglik, point_estimate)
-from .simulators import (LinearGaussianSimulator, PendulumSimulator, Simulator, Transitions, draw_log, linear_family,
-                                           robot_log)
+from icl26.decision.odr.mle import (
+    ODR,
+    FewEffectiveSamples,
+    Identifiability,
+    effective_samples,
+    expected_kl,
+    identifiability,
+    linearize,
+    mixture_loglik,
+    point_estimate,
+)
+from icl26.decision.odr.simulators import (
+    LinearGaussianSimulator,
+    PendulumSimulator,
+    Simulator,
+    Transitions,
+    draw_log,
+    linear_family,
+    robot_log,
+)
 from .use import FitReport, fit_log
 
-_all_ = ["claims", "error_study", "growing_paths", "informativeness", "set_distance", "uniform_informativeness", "LQR", "SAC", "SACConfig",
-         "lqr_gap", "lqr_policy", "robot_transfer", "train_sac", "DROPO", "dropo_loglik", "ODR", "FewEffectiveSamples", "Identifiability",
-         "effective_samples", "expected_kl", "identifiability", "linearize", "mixture_loglik", "point_estimate",
-         "LinearGaussianSimulator", "PendulumSimulator", "Simulator", "Transitions", "draw_log", "linear_family", "robot_log", "FitReport",
-         "fit_log"]
+_all_ = [
+    "claims",
+    "error_study",
+    "growing_paths",
+    "informativeness",
+    "set_distance",
+    "uniform_informativeness",
+    "LQR",
+    "SAC",
+    "SACConfig",
+    "lqr_gap",
+    "lqr_policy",
+    "robot_transfer",
+    "train_sac",
+    "DROPO",
+    "dropo_loglik",
+    "ODR",
+    "FewEffectiveSamples",
+    "Identifiability",
+    "effective_samples",
+    "expected_kl",
+    "identifiability",
+    "linearize",
+    "mixture_loglik",
+    "point_estimate",
+    "LinearGaussianSimulator",
+    "PendulumSimulator",
+    "Simulator",
+    "Transitions",
+    "draw_log",
+    "linear_family",
+    "robot_log",
+    "FitReport",
+    "fit_log",
+]

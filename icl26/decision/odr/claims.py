@@ -13,19 +13,43 @@ def consistency_claims() -> list[Claim]:
     "C1 to C3: the theorems, on families whose fit is exact."
     slope, share = "slope of the median μ error", "share above 0.02, largest N"
     return [
-        Claim("C1", statement="The maximum-likelihood randomization converges in probability to the point mass at the true parameters",
-              source="Theorem 1 (weak consistency)", scale="mechanism", paper_value=None, higher_is_better=False,
-              unit="share of replicates with ‖(μ̂, σ̂) − (ξ*, 0)‖ > 0.02",
-              reproduced=[holds("at_most", 0.05, parts=share), holds("interval_below", 0.0, parts=slope),
-                          holds("within", (-0.5, 0.15), parts=slope)],
-              partly=[holds("at_most", 0.05, parts=share)]),
-        Claim("C2", statement="Along almost every growing log the error stays small for good", source="Theorem 2 (strong consistency)",
-              scale="mechanism", higher_is_better=True, unit="share of paths whose error stays below 0.03 from N = 5000 on",
-              reproduced=[holds("at_least", 0.95)], partly=[]),
-        Claim("C3", statement="Without identifiability (A4) the estimator finds the set of maximisers, not the true parameters",
-              source="set consistency, after Theorem 1", scale="mechanism", unit="factor by which the median distance falls, smallest to largest N",
-              reproduced=[holds("at_least", 10, parts="fall of the distance to the set"),
-                          holds("below", 2, parts="fall of the distance to the point")], partly=[]),
+        Claim(
+            "C1",
+            statement="The fitted randomization converges in probability to the point mass at the true parameters",
+            source="Theorem 1 (weak consistency)",
+            scale="mechanism",
+            paper_value=None,
+            higher_is_better=False,
+            unit="share of replicates with ‖(μ̂, σ̂) − (ξ*, 0)‖ > 0.02",
+            reproduced=[
+                holds("at_most", 0.05, parts=share),
+                holds("interval_below", 0.0, parts=slope),
+                holds("within", (-0.5, 0.15), parts=slope),
+            ],
+            partly=[holds("at_most", 0.05, parts=share)],
+        ),
+        Claim(
+            "C2",
+            statement="Along almost every growing log the error stays small for good",
+            source="Theorem 2 (strong consistency)",
+            scale="mechanism",
+            higher_is_better=True,
+            unit="share of paths whose error stays below 0.03 from N = 5000 on",
+            reproduced=[holds("at_least", 0.95)],
+            partly=[],
+        ),
+        Claim(
+            "C3",
+            statement="Without identifiability (A4) the estimator finds the set of maximisers, not the true parameters",
+            source="set consistency, after Theorem 1",
+            scale="mechanism",
+            unit="factor by which the median distance falls, smallest to largest N",
+            reproduced=[
+                holds("at_least", 10, parts="fall of the distance to the set"),
+                holds("below", 2, parts="fall of the distance to the point"),
+            ],
+            partly=[],
+        ),
     ]
 
 # %% ../../../nbs/decision/odr/05_claims.ipynb #f18489b2
@@ -36,33 +60,67 @@ def use_claims(
     robots = profile == "gpu"
     main = "*-v5: *" if robots else "UDR − ODR, uniform truths*"
     return [
-        Claim("C4", statement="ODR is (α, ε)-informative for every α < 1: its mass near the true parameters goes to one",
-              source="definition of (α, ε)-informativeness, after Theorem 2", scale="small-model" if robots else "mechanism",
-              higher_is_better=True, unit="mass of the fitted distribution within ε = 0.05 of ξ*",
-              reproduced=[holds("at_least", 0.95, parts="ODR, N = * (largest)"), holds("non_decreasing", parts="ODR, N = *")], partly=[]),
-        Claim("C5", statement="Randomization informed by a log closes sim-to-real gap that uniform randomization leaves",
-              source="introduction; the cited UDR bound O(M³ log(MH))", scale="small-model" if robots else "mechanism",
-              higher_is_better=True, unit="return, DROPO − UDR" if robots else "cost: gap of UDR − gap of ODR",
-              reproduced=[holds("interval_above", 0.0, parts=main)], partly=[holds("interval_above", 0.0, parts=main, need="any")]),
-        Claim("C6", statement="DROPO recovers the body masses of a MuJoCo Hopper from a log of random actions",
-              source="Tiboni et al. 2023 (DROPO), whose success the paper explains", scale="small-model", higher_is_better=False,
-              unit="mean relative mass error over that of guessing the box's centre",
-              reproduced=[holds("below", 0.5, parts="ratio")], partly=[]),
+        Claim(
+            "C4",
+            statement="ODR is (α, ε)-informative for every α < 1: its mass near the true parameters goes to one",
+            source="definition of (α, ε)-informativeness, after Theorem 2",
+            scale="small-model" if robots else "mechanism",
+            higher_is_better=True,
+            unit="mass of the fitted distribution within ε = 0.05 of ξ*",
+            reproduced=[
+                holds("at_least", 0.95, parts="ODR, N = * (largest)"),
+                holds("non_decreasing", parts="ODR, N = *"),
+            ],
+            partly=[],
+        ),
+        Claim(
+            "C5",
+            statement="Randomization informed by a log closes sim-to-real gap that uniform randomization leaves",
+            source="introduction; the cited UDR bound O(M³ log(MH))",
+            scale="small-model" if robots else "mechanism",
+            higher_is_better=True,
+            unit="return, DROPO − UDR" if robots else "cost: gap of UDR − gap of ODR",
+            reproduced=[holds("interval_above", 0.0, parts=main)],
+            partly=[holds("interval_above", 0.0, parts=main, need="any")],
+        ),
+        Claim(
+            "C6",
+            statement="DROPO recovers the body masses of a MuJoCo Hopper from a log of random actions",
+            source="Tiboni et al. 2023 (DROPO), whose success the paper explains",
+            scale="small-model",
+            higher_is_better=False,
+            unit="mean relative mass error over that of guessing the box's centre",
+            reproduced=[holds("below", 0.5, parts="ratio")],
+            partly=[],
+        ),
     ]
 
 # %% ../../../nbs/decision/odr/05_claims.ipynb #50266140
 def own_claims() -> list[Claim]:
     "Ours, beside the paper's."
     return [
-        Claim("own-C7", statement="Training over ODR's fitted spread gives a smaller gap than trusting the point estimate",
-              source="ours: the question that a comparison with UDR alone leaves open", scale="mechanism", higher_is_better=True,
-              unit="cost: gap of the point estimate − gap of ODR", reproduced=[holds("interval_above", 0.0, parts="*")],
-              partly=[holds("interval_above", 0.0, parts="*", need="any")]),
-        Claim("own-C8", statement="The fitted spread shrinks at half the mean's rate, N^(-1/4), and is at its floor in about half of the fits",
-              source="ours: derived from the boundary", scale="mechanism", unit="exponent; share",
-              reproduced=[holds("interval_inside", (-0.4, -0.1), parts="slope of the 90 % quantile of σ̂"),
-                          holds("interval_inside", (0.35, 0.75), parts="share at the floor, largest N")],
-              partly=[holds("interval_inside", (-0.4, -0.1), parts="slope of the 90 % quantile of σ̂")]),
+        Claim(
+            "own-C7",
+            statement="Training over ODR's fitted spread gives a smaller gap than trusting the point estimate",
+            source="ours: the question that a comparison with UDR alone leaves open",
+            scale="mechanism",
+            higher_is_better=True,
+            unit="cost: gap of the point estimate − gap of ODR",
+            reproduced=[holds("interval_above", 0.0, parts="*")],
+            partly=[holds("interval_above", 0.0, parts="*", need="any")],
+        ),
+        Claim(
+            "own-C8",
+            statement="The fitted spread shrinks like N^(-1/4), half the mean's rate; half of the fits have it at the floor",
+            source="ours: derived from the boundary",
+            scale="mechanism",
+            unit="exponent; share",
+            reproduced=[
+                holds("interval_inside", (-0.4, -0.1), parts="slope of the 90 % quantile of σ̂"),
+                holds("interval_inside", (0.35, 0.75), parts="share at the floor, largest N"),
+            ],
+            partly=[holds("interval_inside", (-0.4, -0.1), parts="slope of the 90 % quantile of σ̂")],
+        ),
     ]
 
 

@@ -49,10 +49,21 @@ def fit_logs(
     sd_floor: float = 1e-6,
 ) -> Fits:
     "`ODR.fit` for R logs at once."
-    means, sds = random_starts(sim.bounds, n_starts, len(y), np.random.SeedSequence([seed, y.shape[1]]), sd_floor=sd_floor)
+    means, sds = random_starts(
+        sim.bounds, n_starts, len(y), np.random.SeedSequence([seed, y.shape[1]]), sd_floor=sd_floor
+    )
     chunk = max(1, 4_000_000 // (y.shape[1] * F.shape[-1]))  # keep the working arrays in the tens of MB
-    parts = [fit_many(y[i:i + chunk], F[i:i + chunk], sim.bounds, starts=means[:, i:i + chunk], start_sd=sds, sd_floor=sd_floor)
-             for i in range(0, len(y), chunk)]
+    parts = [
+        fit_many(
+            y[i : i + chunk],
+            F[i : i + chunk],
+            sim.bounds,
+            starts=means[:, i : i + chunk],
+            start_sd=sds,
+            sd_floor=sd_floor,
+        )
+        for i in range(0, len(y), chunk)
+    ]
     return Fits(*(np.concatenate([getattr(p, f) for p in parts]) for f in ("mu", "sd", "loglik", "at_floor")))
 
 # %% ../../../nbs/decision/odr/03_consistency.ipynb #95200a33
@@ -68,7 +79,10 @@ def error_study(
     fits = [fit_logs(sim, *draw_logs(sim, xi, N, replicates, seed, **kwargs), seed) for N in sizes]
     mu_error = np.stack([np.linalg.norm(f.mu - xi, axis=1) for f in fits], 1)
     sd = np.stack([np.linalg.norm(f.sd, axis=1) for f in fits], 1)
-    whole = {name: np.stack([getattr(f, field) for f in fits], 1) for name, field in (("mu", "mu"), ("sds", "sd"), ("at_floor", "at_floor"))}
+    whole = {
+        name: np.stack([getattr(f, field) for f in fits], 1)
+        for name, field in (("mu", "mu"), ("sds", "sd"), ("at_floor", "at_floor"))
+    }
     return dict(mu_error=mu_error, sd=sd, error=np.hypot(mu_error, sd), **whole)
 
 # %% ../../../nbs/decision/odr/03_consistency.ipynb #62b31ff2
@@ -86,11 +100,17 @@ def growing_paths(
     mus, sds = [], []
     for first in range(0, paths, 20):  # twenty paths at a time
         y, F = draw_logs(sim, xi, sizes[-1], min(20, paths - first), seed, first=first, **kwargs)
-        mu = random_starts(sim.bounds, 1, paths, np.random.SeedSequence([seed, 2]))[0][0, first:first + 20]
+        mu = random_starts(sim.bounds, 1, paths, np.random.SeedSequence([seed, 2]))[0][0, first : first + 20]
         sd, steps = np.full_like(mu, np.ptp(sim.bounds) / 10), []
         for N in sizes:
-            fit = fit_many(y[:, :N], F[:, :N], sim.bounds, starts=np.stack([mu, mu]), start_sd=np.stack([sd, np.full_like(sd, sd_floor)]),
-                           sd_floor=sd_floor)
+            fit = fit_many(
+                y[:, :N],
+                F[:, :N],
+                sim.bounds,
+                starts=np.stack([mu, mu]),
+                start_sd=np.stack([sd, np.full_like(sd, sd_floor)]),
+                sd_floor=sd_floor,
+            )
             mu, sd = fit.mu, fit.sd
             steps.append((mu, sd))
         mus.append(np.stack([m for m, _ in steps], 1))
@@ -116,7 +136,9 @@ def duplicated_family(
     half_width: float = 2.0,
 ) -> LinearGaussianSimulator:
     "s' = ξ₁ s + ξ₂ s + w: only ξ₁ + ξ₂ is identified."
-    return LinearGaussianSimulator(lambda s, a: np.stack([s, s], axis=-1), [[noise_sd**2]], np.tile([-half_width, half_width], (2, 1)))
+    return LinearGaussianSimulator(
+        lambda s, a: np.stack([s, s], axis=-1), [[noise_sd**2]], np.tile([-half_width, half_width], (2, 1))
+    )
 
 
 def set_distance(
@@ -139,7 +161,8 @@ def informativeness(
     n: int = 200_000,  # draws, where sampling is needed
     seed: int = 0,
 ) -> float:  # in [0, 1]
-    "Mass of N(mu, cov) in the Euclidean ball; exact for d = 1, for multiples of the identity and for the zero matrix. ValueError for radius ≤ 0."
+    """Mass of N(mu, cov) in the Euclidean ball; exact for d = 1, for multiples of the identity and for the zero
+    matrix. ValueError for radius ≤ 0."""
     mu, center = np.atleast_1d(np.asarray(mu, float)), np.atleast_1d(np.asarray(center, float))
     cov, d = np.atleast_2d(np.asarray(cov, float)), len(mu)
     if not radius > 0:
@@ -166,7 +189,8 @@ def uniform_informativeness(
     n: int = 200_000,
     seed: int = 0,
 ) -> float:  # in [0, 1]
-    "The same for uniform domain randomization: exact where the ball lies inside the box, else Monte Carlo. ValueError for radius ≤ 0."
+    """The same for uniform domain randomization: exact where the ball lies inside the box, else Monte Carlo.
+    ValueError for radius ≤ 0."""
     bounds, center = np.asarray(bounds, float), np.asarray(center, float)
     if not radius > 0:
         raise ValueError(f"radius must be positive, got {radius}")

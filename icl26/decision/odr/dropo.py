@@ -91,13 +91,16 @@ def dropo_loglik(
     *,
     horizon: int = 1,  # λ: actions replayed open loop (repository's default)
     n_samples: int = 100,  # M: parameter draws (repository's default)
-    epsilon: float = 1e-3,  # added to the diagonal of the covariance (repository's default; its Hopper recipes use 1e-5)
+    epsilon: float = 1e-3,  # added to the covariance's diagonal (repository's default; its Hopper recipes: 1e-5)
     seed: int = 0,  # of the draws
 ) -> float:  # the sum over windows, in nats
-    "DROPO's objective with `sim.mean` as the deterministic simulator. Raises ValueError for a negative std or if no window fits."
+    """DROPO's objective with `sim.mean` as the deterministic simulator. Raises ValueError for a negative std or if
+    no window fits."""
     mu, std, d = np.asarray(mu, float), np.asarray(std, float), len(sim.bounds)
     if mu.shape != (d,) or std.shape != (d,) or not (std >= 0).all():
-        raise ValueError(f"mu must be {d} numbers and std {d} non-negative ones, got {mu.tolist()} and {std.tolist()}")
+        raise ValueError(
+            f"mu must be {d} numbers and std {d} non-negative ones, got {mu.tolist()} and {std.tolist()}"
+        )
     if n_samples < 2 or not epsilon > 0:
         raise ValueError(f"n_samples must be at least 2 and epsilon positive, got {n_samples} and {epsilon}")
     starts = windows(data.done, horizon)
@@ -121,8 +124,8 @@ def unscale(
 
 # %% ../../../nbs/decision/odr/02_dropo.ipynb #1dbba63f
 class DROPO:
-    """DROPO, and E-DROPO with `entropy_coef` > 0. After `fit`: `mu_` (d,), `std_` (d,), `objective_` (entropy bonus included),
-    `n_evals_` (at most the budget and one population), `history_` (best objective after each generation)."""
+    """DROPO, and E-DROPO with `entropy_coef` > 0. After `fit`: `mu_` (d,), `std_` (d,), `objective_` (entropy bonus
+    included), `n_evals_` (at most the budget and one population), `history_` (best objective after each generation)."""
 
     def __init__(
         self,
@@ -140,10 +143,22 @@ class DROPO:
 
     def objective(self, mu: np.ndarray, std: np.ndarray, data: Transitions) -> float:
         "What the search maximises: `dropo_loglik` and the entropy bonus, in nats."
-        value = dropo_loglik(self.sim, mu, std, data, horizon=self.horizon, n_samples=self.n_samples,
-                             epsilon=self.epsilon, seed=self.seed)
+        value = dropo_loglik(
+            self.sim,
+            mu,
+            std,
+            data,
+            horizon=self.horizon,
+            n_samples=self.n_samples,
+            epsilon=self.epsilon,
+            seed=self.seed,
+        )
         if self.entropy_coef:
-            value += self.entropy_coef * len(windows(data.done, self.horizon)) * float(np.log(std * np.sqrt(2 * np.pi * np.e)).sum())
+            value += (
+                self.entropy_coef
+                * len(windows(data.done, self.horizon))
+                * float(np.log(std * np.sqrt(2 * np.pi * np.e)).sum())
+            )
         return value
 
     def fit(self, data: Transitions) -> "DROPO":
@@ -155,7 +170,14 @@ class DROPO:
         if self.budget < 1:
             raise ValueError(f"budget must be at least 1 evaluation, got {self.budget}")
         rng, d = np.random.default_rng(self.seed), len(self.sim.bounds)
-        options = dict(bounds=[0, 4], verbose=-9, seed=np.nan, randn=lambda *shape: rng.standard_normal(shape), tolfun=0, tolfunhist=0)
+        options = dict(
+            bounds=[0, 4],
+            verbose=-9,
+            seed=np.nan,
+            randn=lambda *shape: rng.standard_normal(shape),
+            tolfun=0,
+            tolfunhist=0,
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=UserWarning)  # remarks about these options
             search = cma.CMAEvolutionStrategy(np.full(2 * d, 2.0), 1.0, options)

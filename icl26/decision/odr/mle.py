@@ -23,7 +23,8 @@ def whiten(
     sim: LinearGaussianSimulator,
     data: Transitions,
 ) -> tuple[np.ndarray, np.ndarray, float]:  # y (N, n), F (N, n, d), and the log-density constant of one row, in nats
-    "Residuals to explain and features, in units of the noise. Raises TypeError for a simulator that is not linear-Gaussian."
+    """Residuals to explain and features, in units of the noise. Raises TypeError for a simulator that is not linear-
+    Gaussian."""
     if not isinstance(sim, LinearGaussianSimulator):
         raise TypeError(f'method="exact" needs a LinearGaussianSimulator, got {type(sim).__name__}; use method="mc"')
     if data.s.shape[1] != len(sim.noise_cov):
@@ -52,7 +53,9 @@ def row_terms(
     cov: np.ndarray,  # (..., d, d), symmetric positive semi-definite
     y: np.ndarray,  # (..., N, n) whitened residuals
     F: np.ndarray,  # (..., N, n, d) whitened features
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # logdet V, r'V⁻¹r: (..., N); b: (..., N, d); A: (..., N, d, d)
+) -> tuple[
+    np.ndarray, np.ndarray, np.ndarray, np.ndarray
+]:  # logdet V, r'V⁻¹r: (..., N); b: (..., N, d); A: (..., N, d, d)
     "What the exact log-density of each row and its derivatives are made of; O(N n d²)."
     r = y - np.einsum("...nid,...d->...ni", F, mu)
     if y.shape[-1] == 1:  # n = 1: V is a number
@@ -149,7 +152,9 @@ def effective_samples(
     seed: int = 0,
 ) -> np.ndarray:  # (N,) between 1 and M
     "Effective number of parameter draws behind each row's Monte Carlo likelihood."
-    xi = parameter_draws(sim, np.asarray(mu, float), _root(np.asarray(cov, float)), standard_normals(n_samples, len(sim.bounds), seed))
+    xi = parameter_draws(
+        sim, np.asarray(mu, float), _root(np.asarray(cov, float)), standard_normals(n_samples, len(sim.bounds), seed)
+    )
     w = special.softmax(component_logdensities(sim, xi, data)[0], axis=0)
     return 1 / (w**2).sum(0)
 
@@ -193,8 +198,9 @@ def mixture_loglik(
     n_samples: int = 256,  # parameter draws M of the Monte Carlo method
     seed: int = 0,  # of those draws
 ) -> float:  # mean over the transitions, in nats
-    """$L_N(\\phi)$, the paper's objective. Raises ValueError for a covariance that is none, TypeError for "exact" without a linear-Gaussian
-    simulator; warns (`FewEffectiveSamples`) when over 10 % of the rows have fewer than five effective samples."""
+    """$L_N(\\phi)$, the paper's objective. Raises ValueError for a covariance that is none, TypeError for "exact"
+    without a linear-Gaussian simulator; warns (`FewEffectiveSamples`) when over 10 % of the rows have fewer than five
+    effective samples."""
     mu, d = np.asarray(mu, float), len(sim.bounds)
     if mu.shape != (d,) or not np.isfinite(mu).all():
         raise ValueError(f"mu must be {d} finite numbers, one for each row of bounds, got {mu.tolist()}")
@@ -205,11 +211,16 @@ def mixture_loglik(
         return _exact_loglik(linearize(sim, mu, data), mu, cov, data)
     if method != "mc":
         raise ValueError(f'method must be "exact", "mc" or "linear", got {method!r}')
-    logs, _ = component_logdensities(sim, parameter_draws(sim, mu, _root(cov), standard_normals(n_samples, d, seed)), data)
+    logs, _ = component_logdensities(
+        sim, parameter_draws(sim, mu, _root(cov), standard_normals(n_samples, d, seed)), data
+    )
     few = np.mean(1 / (special.softmax(logs, axis=0) ** 2).sum(0) < 5)
     if few > 0.1:
-        warnings.warn(f"{few:.0%} of the transitions rest on fewer than 5 of {n_samples} draws; raise n_samples or narrow cov",
-                      FewEffectiveSamples, stacklevel=2)
+        warnings.warn(
+            f"{few:.0%} of the transitions rest on fewer than 5 of {n_samples} draws; raise n_samples or narrow cov",
+            FewEffectiveSamples,
+            stacklevel=2,
+        )
     return float(np.mean(log_mean_exp(logs)))
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #f1321034
@@ -368,11 +379,17 @@ def mc_objective(
     "Monte Carlo $L_N$ for a diagonal covariance, with its gradient."
     xi = parameter_draws(sim, mu, np.diag(sd), eps)
     logs, z = component_logdensities(sim, xi, data)
-    w = special.softmax(logs, axis=0)
-    score = np.einsum("mn,mnid,mni->md", w, jacobian(sim, xi, data.s, data.a), z) / len(data)
+    top = logs.max(0)
+    w = np.exp(logs - top)
+    total = w.sum(0)
+    weighted = ((w / total)[..., None] * z).reshape(len(xi), 1, -1)  # (M, 1, N n)
+    J = np.asarray(jacobian(sim, xi, data.s, data.a)).reshape(len(xi), -1, len(mu))  # (M, N n, d)
+    score = (weighted @ J)[:, 0] / len(data)  # (M, d)
     if hasattr(sim, "support"):
-        score = score * ((xi > sim.support[:, 0]) & (xi < sim.support[:, 1]))  # a draw at the edge does not move with φ
-    return float(np.mean(log_mean_exp(logs))), score.sum(0), (score * eps * sd).sum(0)
+        score = score * (
+            (xi > sim.support[:, 0]) & (xi < sim.support[:, 1])
+        )  # a draw at the edge does not move with φ
+    return float(np.mean(top + np.log(total)) - np.log(len(xi))), score.sum(0), (score * eps * sd).sum(0)
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #864e8e01
 def point_estimate(
@@ -383,7 +400,8 @@ def point_estimate(
     start: np.ndarray | None = None,  # (d,) one start in their place
     seed: int = 0,
 ) -> np.ndarray:  # (d,)
-    "Least squares on one-step predictions, inside the box; linear where the family is, else SciPy's trust-region solver."
+    """Least squares on one-step predictions, inside the box; linear where the family is, else SciPy's trust-region
+    solver."""
     if isinstance(sim, LinearGaussianSimulator):
         y, F, _ = whiten(sim, data)
         F2, y2 = F.reshape(-1, F.shape[-1]), y.reshape(-1)
@@ -393,9 +411,13 @@ def point_estimate(
     inv = np.linalg.inv(np.linalg.cholesky(sim.noise_cov))
     residual = lambda x: ((sim.mean(x, data.s, data.a) - data.s_next) @ inv.T).ravel()
     slope = lambda x: np.einsum("ij,njd->nid", inv, jacobian(sim, x[None], data.s, data.a)[0]).reshape(-1, len(x))
-    starts = np.random.default_rng(seed).uniform(*sim.bounds.T, (n_starts, len(sim.bounds))) if start is None else [start]
-    fits = [optimize.least_squares(residual, x, jac=slope, bounds=sim.bounds.T, x_scale=np.ptp(sim.bounds, axis=1))
-            for x in starts]
+    starts = (
+        np.random.default_rng(seed).uniform(*sim.bounds.T, (n_starts, len(sim.bounds))) if start is None else [start]
+    )
+    fits = [
+        optimize.least_squares(residual, x, jac=slope, bounds=sim.bounds.T, x_scale=np.ptp(sim.bounds, axis=1))
+        for x in starts
+    ]
     return min(fits, key=lambda r: r.cost).x
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #e74f4a79
@@ -403,19 +425,31 @@ def _fit_mc(sim, data, sd_floor, n_samples, n_restarts, seed):
     "Best of n_restarts L-BFGS-B climbs in (μ, log σ), then every σ_j that loses nothing goes to the floor."
     low, high = sim.bounds.T
     width, eps = high - low, standard_normals(n_samples, len(low), seed)
-    first, spreads = point_estimate(sim, data, seed=seed), random_starts(sim.bounds, n_restarts, 1, seed, sd_floor=sd_floor)
+    first, spreads = (
+        point_estimate(sim, data, seed=seed),
+        random_starts(sim.bounds, n_restarts, 1, seed, sd_floor=sd_floor),
+    )
 
     def negative(p):
-        value, g_mu, g_log = mc_objective(sim, low + p[:len(low)] * width, np.exp(p[len(low):]), data, eps)
+        value, g_mu, g_log = mc_objective(sim, low + p[: len(low)] * width, np.exp(p[len(low) :]), data, eps)
         return -value, -np.concatenate([g_mu * width, g_log])
 
     box = [(0, 1)] * len(low) + list(zip(np.full(len(low), np.log(sd_floor)), np.log(width / 2)))
     means = [first, *spreads[0][1:, 0]]
     sds = [np.maximum(x[0], 1e-3 * width) for x in spreads[1]]  # below that the surface is flat and nothing moves
-    runs = [optimize.minimize(negative, np.concatenate([(m - low) / width, np.log(x)]), jac=True, method="L-BFGS-B", bounds=box,
-                              options=dict(ftol=1e-13, gtol=1e-8)) for m, x in zip(means, sds)]
+    runs = [
+        optimize.minimize(
+            negative,
+            np.concatenate([(m - low) / width, np.log(x)]),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=box,
+            options=dict(ftol=1e-11, gtol=1e-6),
+        )
+        for m, x in zip(means, sds)
+    ]
     p = min(runs, key=lambda r: r.fun).x
-    mu, sd = low + p[:len(low)] * width, np.exp(p[len(low):])
+    mu, sd = low + p[: len(low)] * width, np.exp(p[len(low) :])
     value = mc_objective(sim, mu, sd, data, eps)[0]
     for j in range(len(low)):
         lower = np.where(np.arange(len(low)) == j, sd_floor, sd)
@@ -448,9 +482,11 @@ def _fit_linear(sim, data, sd_floor, n_restarts, seed, start=None, rounds=20, to
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #7c9cb97a
 class ODR:
-    """Offline domain randomization by maximum likelihood with a diagonal covariance: μ inside `sim.bounds`, σ_j in [sd_floor, width_j / 2].
+    """Offline domain randomization by maximum likelihood with a diagonal covariance: μ inside `sim.bounds`, σ_j in
+    [sd_floor, width_j / 2].
 
-    After `fit`: `mu_` (d,), `cov_` (d, d), `loglik_` (mean, nats; equals `mixture_loglik` at the fit), `at_floor_` (d,) bool, `n_`."""
+    After `fit`: `mu_` (d,), `cov_` (d, d), `loglik_` (mean, nats; equals `mixture_loglik` at the fit), `at_floor_`
+    (d,) bool, `n_`."""
 
     def __init__(
         self,
@@ -468,13 +504,15 @@ class ODR:
     def fit(
         self,
         data: Transitions,
-        start: np.ndarray | None = None,  # (d,) a mean to start from ("exact": in place of the first random one; "linear": of the point estimate)
+        start: np.ndarray | None = None,  # (d,) a mean to start from (for "exact" and "linear")
     ) -> "ODR":
-        "Maximise $L_N$. Raises TypeError for method=\"exact\" without a linear-Gaussian simulator, ValueError for settings out of range."
+        """Maximise $L_N$. Raises TypeError for method="exact" without a linear-Gaussian simulator, ValueError for
+        settings out of range."""
         if self.method not in ("exact", "mc", "linear"):
             raise ValueError(f'method must be "exact", "mc" or "linear", got {self.method!r}')
         if not 0 < self.sd_floor < np.ptp(self.sim.bounds, axis=1).min() / 2 or self.n_restarts < 1:
-            raise ValueError(f"sd_floor must lie between 0 and half the box, n_restarts be at least 1, got {self.sd_floor}, {self.n_restarts}")
+            got = f"{self.sd_floor} and {self.n_restarts}"
+            raise ValueError(f"sd_floor must lie between 0 and half the box, n_restarts be at least 1, got {got}")
         if self.method == "exact":
             mu, sd, self.at_floor_ = _fit_exact(self.sim, data, self.sd_floor, self.n_restarts, self.seed, start)
         elif self.method == "linear":
@@ -483,9 +521,12 @@ class ODR:
             mu, sd = _fit_mc(self.sim, data, self.sd_floor, self.n_samples, self.n_restarts, self.seed)
             eps = standard_normals(self.n_samples, len(mu), self.seed)
             evaluate = lambda m, x: np.array([mc_objective(self.sim, m[0], x[0], data, eps)[0]])
-            self.at_floor_ = _floor_flags(mu[None], sd[None], evaluate(mu[None], sd[None]), evaluate, self.sd_floor)[0]
+            value = evaluate(mu[None], sd[None])
+            self.at_floor_ = _floor_flags(mu[None], sd[None], value, evaluate, self.sd_floor)[0]
         self.mu_, self.cov_, self.n_ = mu, np.diag(sd**2), len(data)
-        self.loglik_ = mixture_loglik(self.sim, self.mu_, self.cov_, data, method=self.method, n_samples=self.n_samples, seed=self.seed)
+        self.loglik_ = mixture_loglik(
+            self.sim, self.mu_, self.cov_, data, method=self.method, n_samples=self.n_samples, seed=self.seed
+        )
         return self
 
     def sample(self, size: int, seed: int = 0) -> np.ndarray:
@@ -499,14 +540,18 @@ class ODR:
 # %% ../../../nbs/decision/odr/01_mle.ipynb #276a297b
 @dataclass(frozen=True)
 class Identifiability:
-    "Which directions of parameter space a log determines. Rows of `directions` are unit vectors in widths of the box, best determined first."
+    """Which directions of parameter space a log determines. Rows of `directions` are unit vectors in widths of the
+    box, best determined first."""
+
     names: tuple  # d parameter names
     information: np.ndarray  # (d, d) about μ, in the parameters' own units
     eigenvalues: np.ndarray  # (d,) of the information in widths of the box, descending
     directions: np.ndarray  # (d, d), a row each
     standard_error: np.ndarray  # (d,) along each direction, in widths of the box; inf where there is no information
     status: tuple  # "identified", "weak" or "not identified", one a direction
-    parameter_error: np.ndarray  # (d,) standard error of each parameter, in its own unit; inf if a lost direction reaches it
+    parameter_error: (
+        np.ndarray
+    )  # (d,) standard error of each parameter, in its own unit; inf if a lost direction reaches it
 
     def describe(self, i: int) -> str:  # i: which direction
         "A direction as a sum of parameter names; coefficients under 0.1 are left out."
@@ -519,7 +564,10 @@ class Identifiability:
         return [self.describe(i) for i, s in enumerate(self.status) if s == "not identified"]
 
     def _repr_markdown_(self) -> str:
-        rows = [f"| {self.describe(i)} | {self.standard_error[i]:.3g} | {self.status[i]} |" for i in range(len(self.names))]
+        rows = [
+            f"| {self.describe(i)} | {self.standard_error[i]:.3g} | {self.status[i]} |"
+            for i in range(len(self.names))
+        ]
         return "\n".join(["| direction (in widths of the box) | standard error | |", "|---|---|---|", *rows])
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #05972735
@@ -536,16 +584,24 @@ def identifiability(
     width, d = high - low, len(low)
     inv = np.linalg.inv(np.linalg.cholesky(sim.noise_cov))
     J = np.einsum("ij,njd->nid", inv, jacobian(sim, mu[None], data.s, data.a)[0])  # whitened
-    A = row_terms(np.zeros(d), np.zeros((d, d)) if cov is None else np.asarray(cov, float), np.zeros(J.shape[:2]), J)[3].sum(0)
+    A = row_terms(np.zeros(d), np.zeros((d, d)) if cov is None else np.asarray(cov, float), np.zeros(J.shape[:2]), J)[
+        3
+    ].sum(0)
     values, vectors = np.linalg.eigh(A * np.outer(width, width))
     values, vectors = np.clip(values[::-1], 0, None), vectors[:, ::-1].T
-    values = np.where(values > np.maximum(1e-12 * values[0], 1e-6), values, 0.0)  # an error of a thousand boxes is none
+    values = np.where(
+        values > np.maximum(1e-12 * values[0], 1e-6), values, 0.0
+    )  # an error of a thousand boxes is none
     with np.errstate(divide="ignore"):
         error = 1 / np.sqrt(values)
     vectors = vectors * np.sign(vectors[np.arange(d), np.abs(vectors).argmax(1)])[:, None]
     prior = 1 / np.sqrt(12)
     status = tuple("identified" if e < prior / 10 else "weak" if e <= prior / 2 else "not identified" for e in error)
     reaches = np.abs(vectors) > 1e-6
-    spread = np.where(np.isinf(error)[:, None], np.where(reaches, np.inf, 0.0), (np.where(np.isinf(error), 0, error)[:, None] * vectors) ** 2)
+    spread = np.where(
+        np.isinf(error)[:, None],
+        np.where(reaches, np.inf, 0.0),
+        (np.where(np.isinf(error), 0, error)[:, None] * vectors) ** 2,
+    )
     names = tuple(names or getattr(sim, "names", [f"ξ{j + 1}" for j in range(d)]))
     return Identifiability(names, A, values, vectors, error, status, width * np.sqrt(spread.sum(0)))

@@ -17,7 +17,8 @@ from ..envs import make_env
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #a1ed3cac
 @dataclass(frozen=True)
 class Transitions:
-    "N logged transitions, float64. Raises ValueError for shapes that disagree, an empty log, or values that are not finite."
+    """N logged transitions, float64. Raises ValueError for shapes that disagree, an empty log, or values that are
+    not finite."""
 
     s: np.ndarray  # (N, n) states
     a: np.ndarray  # (N, k) actions
@@ -28,14 +29,18 @@ class Transitions:
         for name in ("s", "a", "s_next"):
             x = np.asarray(getattr(self, name), dtype=float)
             if x.ndim != 2 or len(x) == 0:
-                raise ValueError(f"{name} must be a non-empty matrix with a row for each transition, got shape {x.shape}")
+                raise ValueError(
+                    f"{name} must be a non-empty matrix with a row for each transition, got shape {x.shape}"
+                )
             if not np.isfinite(x).all():
                 raise ValueError(f"{name} must be finite; row {int(np.argmin(np.isfinite(x).all(1)))} is not")
             object.__setattr__(self, name, x)
         done = np.zeros(len(self.s), bool) if self.done is None else np.asarray(self.done)
         if not (len(self.s) == len(self.a) == len(self.s_next) and done.shape == (len(self.s),)):
-            raise ValueError(f"s, a, s_next, done must have equally many rows, got {len(self.s)}, {len(self.a)}, "
-                             f"{len(self.s_next)}, {done.shape}")
+            raise ValueError(
+                f"s, a, s_next, done must have equally many rows, got {len(self.s)}, {len(self.a)}, "
+                f"{len(self.s_next)}, {done.shape}"
+            )
         if self.s.shape != self.s_next.shape:
             raise ValueError(f"s and s_next must have the same shape, got {self.s.shape} and {self.s_next.shape}")
         object.__setattr__(self, "done", done.astype(bool))
@@ -48,7 +53,8 @@ class Transitions:
         return Transitions(self.s[rows], self.a[rows], self.s_next[rows], self.done[rows])
 
     def __repr__(self):
-        return f"Transitions({len(self)} rows, n={self.s.shape[1]}, k={self.a.shape[1]}, {int(self.done.sum())} episode ends)"
+        ends = int(self.done.sum())
+        return f"Transitions({len(self)} rows, n={self.s.shape[1]}, k={self.a.shape[1]}, {ends} episode ends)"
 
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #a5a6c67d
 @runtime_checkable
@@ -68,7 +74,12 @@ def check_bounds(
 ) -> np.ndarray:  # the same, float64
     "A box of parameters, or ValueError."
     bounds = np.asarray(bounds, float)
-    if bounds.ndim != 2 or bounds.shape[1] != 2 or not np.isfinite(bounds).all() or not (bounds[:, 0] < bounds[:, 1]).all():
+    if (
+        bounds.ndim != 2
+        or bounds.shape[1] != 2
+        or not np.isfinite(bounds).all()
+        or not (bounds[:, 0] < bounds[:, 1]).all()
+    ):
         raise ValueError(f"bounds must be a (d, 2) array of finite low < high, got {bounds.tolist()}")
     return bounds
 
@@ -84,7 +95,8 @@ def check_noise(
 
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #370e9fea
 class LinearGaussianSimulator:
-    "s' = drift(s, a) + features(s, a) ξ + w with w ~ N(0, noise_cov). Raises ValueError for a bad noise covariance or box."
+    """s' = drift(s, a) + features(s, a) ξ + w with w ~ N(0, noise_cov). Raises ValueError for a bad noise covariance
+    or box."""
 
     def __init__(
         self,
@@ -101,8 +113,10 @@ class LinearGaussianSimulator:
         s, a = np.asarray(s, float), np.asarray(a, float)
         F = np.asarray(self.features(s, a), float)
         if F.shape != (len(s), len(self.noise_cov), len(self.bounds)):
-            raise ValueError(f"features must return ({len(s)}, {len(self.noise_cov)}, {len(self.bounds)}) "
-                             f"(N, n of noise_cov, d of bounds), got {F.shape}")
+            raise ValueError(
+                f"features must return ({len(s)}, {len(self.noise_cov)}, {len(self.bounds)}) "
+                f"(N, n of noise_cov, d of bounds), got {F.shape}"
+            )
         return np.zeros(F.shape[:2]) if self.drift is None else np.asarray(self.drift(s, a), float), F
 
     def mean(self, xi: np.ndarray, s: np.ndarray, a: np.ndarray) -> np.ndarray:
@@ -144,7 +158,8 @@ def draw_log(
     n: int = 1,  # state dimension
     k: int = 1,  # action dimension
 ) -> Transitions:
-    "N independent transitions whose states and actions are standard normal (the behaviour distribution of the paper's i.i.d. setting)."
+    """N independent transitions whose states and actions are standard normal (the behaviour distribution of the
+    paper's i.i.d. setting)."""
     rng = np.random.default_rng(seed)
     s, a = rng.standard_normal((size, n)), rng.standard_normal((size, k))
     noise = rng.standard_normal((size, n)) @ np.linalg.cholesky(sim.noise_cov).T
@@ -152,7 +167,8 @@ def draw_log(
 
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #29135e88
 class PendulumSimulator:
-    "Gymnasium's Pendulum-v1 with parameters ξ = (mass in kg, length in m), state (angle in rad, angular velocity in rad/s), torque in N m."
+    """Gymnasium's Pendulum-v1 with parameters ξ = (mass in kg, length in m), state (angle in rad, angular velocity
+    in rad/s), torque in N m."""
 
     def __init__(
         self,
@@ -182,8 +198,10 @@ class PendulumSimulator:
         free = (np.abs(speed) < self.max_speed) * self.dt
         by_mass = -push / (m**2 * l**2) * free
         by_length = -(pull / l**2 + 2 * push / (m * l**3)) * free
-        d_speed = np.stack([by_mass, by_length], axis=-1)
-        return np.stack([d_speed * self.dt, d_speed], axis=-2)
+        J = np.empty((*speed.shape, 2, 2))
+        J[..., 1, 0], J[..., 1, 1] = by_mass, by_length
+        J[..., 0, :] = J[..., 1, :] * self.dt
+        return J
 
 # %% ../../../nbs/decision/odr/00_simulators.ipynb #e7e9c3df
 def robot_log(

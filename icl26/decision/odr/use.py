@@ -53,7 +53,9 @@ def expand_params(
         if ":" in p or p == "gravity" or what is None:
             out.append(p)
             continue
-        kind = dict(body=mujoco.mjtObj.mjOBJ_BODY, geom=mujoco.mjtObj.mjOBJ_GEOM, joint=mujoco.mjtObj.mjOBJ_JOINT)[what]
+        kind = dict(body=mujoco.mjtObj.mjOBJ_BODY, geom=mujoco.mjtObj.mjOBJ_GEOM, joint=mujoco.mjtObj.mjOBJ_JOINT)[
+            what
+        ]
         ids = dict(body=range(1, model.nbody), geom=range(model.ngeom), joint=range(model.njnt))[what]
         if p == "gear":
             ids = sorted({int(j) for j in model.actuator_trnid[:, 0]})
@@ -75,8 +77,10 @@ def simulator_for(
     full, n = env.model.nq + env.model.nv, data.s.shape[1]
     hidden = getattr(env, "observation_structure", {}).get("skipped_qpos", 0)
     if n not in (full, full - hidden):
-        raise ValueError(f"s has {n} columns; {env_id} needs {full} (qpos, qvel)" + (f" or {full - hidden} (without the first "
-                         f"{hidden} position)" if hidden else ""))
+        raise ValueError(
+            f"s has {n} columns; {env_id} needs {full} (qpos, qvel)"
+            + (f" or {full - hidden} (without the first {hidden} position)" if hidden else "")
+        )
     if data.a.shape[1] != env.model.nu:
         raise ValueError(f"a has {data.a.shape[1]} columns; {env_id} has {env.model.nu} actuators")
     names = expand_params(env.model, list(params))
@@ -84,7 +88,9 @@ def simulator_for(
     probe.bounds = np.outer(probe.nominal, scale)
     if not (probe.bounds[:, 0] < probe.bounds[:, 1]).all():
         flat = [x for x, b in zip(names, probe.bounds) if not b[0] < b[1]]
-        raise ValueError(f"params: the box {scale} of nominal values is empty for {', '.join(flat)} (nominal value 0?)")
+        raise ValueError(
+            f"params: the box {scale} of nominal values is empty for {', '.join(flat)} (nominal value 0?)"
+        )
     return probe
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #aebfb206
@@ -140,12 +146,20 @@ class FitReport:
 
     def lines(self) -> list[str]:
         "The report as text."
-        text = [f"{self.env_id}: {self.used} transitions, {self.method}" + (f"; {self.dropped} clipped ones left out" if self.dropped else ""),
-                f"one-step error in units of the noise ({self.noise_from}): {self.rmse[0]:.3g} at the nominal parameters, {self.rmse[1]:.3g} at the fit", "",
-                f"{'parameter':<22}{'nominal':>10}{'fitted':>10}{'± 95 %':>10}{'spread':>10}"]
+        text = [
+            f"{self.env_id}: {self.used} transitions, {self.method}"
+            + (f"; {self.dropped} clipped ones left out" if self.dropped else ""),
+            f"one-step error in units of the noise ({self.noise_from}): "
+            f"{self.rmse[0]:.3g} at the nominal parameters, {self.rmse[1]:.3g} at the fit",
+            "",
+            f"{'parameter':<22}{'nominal':>10}{'fitted':>10}{'± 95 %':>10}{'spread':>10}",
+        ]
         text += [f"{n:<22}{a:>10.4g}{b:>10.4g}{c:>10.2g}{s:>10.2g}  {r}".rstrip() for n, a, b, c, s, r in self.rows()]
         lost = self.ident.lost
-        text += ["", "not identified by this log:" if lost else "every direction of the parameters is determined by this log"]
+        text += [
+            "",
+            "not identified by this log:" if lost else "every direction of the parameters is determined by this log",
+        ]
         text += [f"  {d}  (in widths of the box)" for d in lost]
         return text
 
@@ -155,10 +169,26 @@ class FitReport:
     def to_dict(self) -> dict:
         "Plain JSON data; infinite standard errors become null."
         finite = lambda x: [float(v) if np.isfinite(v) else None for v in x]
-        return dict(env=self.env_id, method=self.method, parameters=list(self.names), units=list(self.units), nominal=finite(self.nominal), bounds=self.bounds.tolist(),
-                    mu=finite(self.mu), sd=finite(self.sd), at_floor=self.at_floor.tolist(), standard_error=finite(self.error), noise_sd=finite(self.noise_sd),
-                    transitions=self.used, dropped=self.dropped, one_step_error=dict(nominal=self.rmse[0], fit=self.rmse[1]),
-                    directions=[dict(direction=self.ident.describe(i), vector=finite(v), status=s) for i, (v, s) in enumerate(zip(self.ident.directions, self.ident.status))])
+        return dict(
+            env=self.env_id,
+            method=self.method,
+            parameters=list(self.names),
+            units=list(self.units),
+            nominal=finite(self.nominal),
+            bounds=self.bounds.tolist(),
+            mu=finite(self.mu),
+            sd=finite(self.sd),
+            at_floor=self.at_floor.tolist(),
+            standard_error=finite(self.error),
+            noise_sd=finite(self.noise_sd),
+            transitions=self.used,
+            dropped=self.dropped,
+            one_step_error=dict(nominal=self.rmse[0], fit=self.rmse[1]),
+            directions=[
+                dict(direction=self.ident.describe(i), vector=finite(v), status=s)
+                for i, (v, s) in enumerate(zip(self.ident.directions, self.ident.status))
+            ],
+        )
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #9d0f21e9
 def fit_log(
@@ -180,10 +210,14 @@ def fit_log(
         raise ValueError(f"method must be odr or dropo, got {method!r}")
     if not 0 < scale[0] < scale[1]:
         raise ValueError(f"scale must be two positive numbers, low < high, got {scale}")
-    sim = simulator_for(data, env_id, params, noise_sd=1.0 if noise_sd is None else noise_sd, scale=scale, threads=threads)
+    sim = simulator_for(
+        data, env_id, params, noise_sd=1.0 if noise_sd is None else noise_sd, scale=scale, threads=threads
+    )
     bad = clipped(sim, data.s) | clipped(sim, data.s_next)
     if bad.all():
-        raise ValueError("every transition holds a velocity at Gymnasium's clip of ±10; log the simulator's own state")
+        raise ValueError(
+            "every transition holds a velocity at Gymnasium's clip of ±10; log the simulator's own state"
+        )
     if method == "dropo":  # windows need neighbours: an unusable row ends an episode
         keep = Transitions(data.s, data.a, data.s_next, data.done | bad)[~bad]
         some = keep[:max_rows]
@@ -196,7 +230,9 @@ def fit_log(
         sd, first = np.full(data.s.shape[1], float(noise_sd)), point_estimate(sim, some, n_starts=3, seed=seed)
     sim.noise_cov = np.diag(sd**2)
     if method == "odr":
-        fit = ODR(sim, method="linear", sd_floor=1e-6 * float(np.ptp(sim.bounds, axis=1).min()), seed=seed).fit(some, start=first)
+        fit = ODR(sim, method="linear", sd_floor=1e-6 * float(np.ptp(sim.bounds, axis=1).min()), seed=seed).fit(
+            some, start=first
+        )
         mu, spread, floor, how = fit.mu_, np.sqrt(np.diag(fit.cov_)), fit.at_floor_, "maximum likelihood, linearised"
     else:
         fit = DROPO(sim, horizon=horizon, epsilon=float(np.mean(sd**2)), budget=budget, seed=seed).fit(some)
@@ -204,22 +240,60 @@ def fit_log(
         floor = spread <= 1e-4
     error = lambda xi: float(np.sqrt(np.mean(((some.s_next - sim.mean(xi, some.s, some.a)) / sd) ** 2)))
     ident = identifiability(sim, mu, some, cov=np.diag(spread**2))
-    return FitReport(env_id, how, tuple(sim.names), tuple(PARAMETER_KINDS[n.partition(":")[0]][2] for n in sim.names), sim.nominal, sim.bounds, mu, spread, floor,
-                     ident.parameter_error, sd, "estimated" if noise_sd is None else "given", len(some), int(bad.sum()), (error(sim.nominal), error(mu)), ident)
+    return FitReport(
+        env_id,
+        how,
+        tuple(sim.names),
+        tuple(PARAMETER_KINDS[n.partition(":")[0]][2] for n in sim.names),
+        sim.nominal,
+        sim.bounds,
+        mu,
+        spread,
+        floor,
+        ident.parameter_error,
+        sd,
+        "estimated" if noise_sd is None else "given",
+        len(some),
+        int(bad.sum()),
+        (error(sim.nominal), error(mu)),
+        ident,
+    )
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #7c512ac5
 def parser() -> argparse.ArgumentParser:
     "Arguments of `icl26 use odr`."
-    p = argparse.ArgumentParser(prog="icl26 use odr", description="Fit a MuJoCo robot's parameters to a log of transitions.")
+    p = argparse.ArgumentParser(
+        prog="icl26 use odr", description="Fit a MuJoCo robot's parameters to a log of transitions."
+    )
     fit = p.add_subparsers(dest="command", required=True).add_parser(
-        "fit", help="parameters, their uncertainty, and what the log cannot tell",
-        epilog="example: icl26 use odr fit log.npz --env Hopper-v5 --params mass,friction:foot_geom --out fit.json")
+        "fit",
+        help="parameters, their uncertainty, and what the log cannot tell",
+        epilog="example: icl26 use odr fit log.npz --env Hopper-v5 --params mass,friction:foot_geom --out fit.json",
+    )
     fit.add_argument("log", help=".npz with s (N, n), a (N, k), s_next (N, n) and perhaps done (N,)")
     fit.add_argument("--env", required=True, help="a Gymnasium MuJoCo environment, for instance Hopper-v5")
-    fit.add_argument("--params", default="mass", help=f"comma-separated kind:name, or a kind for all of it; kinds: {', '.join(PARAMETER_KINDS)} (default: mass)")
-    fit.add_argument("--method", choices=["odr", "dropo"], default="odr", help="exact likelihood of the linearised simulator, or DROPO (default: odr)")
-    fit.add_argument("--noise-sd", type=float, help="sensor noise of every state coordinate (default: estimated from the log)")
-    fit.add_argument("--scale", type=float, nargs=2, default=(0.5, 2.0), metavar=("LOW", "HIGH"), help="the box, in nominal values (default: 0.5 2)")
+    fit.add_argument(
+        "--params",
+        default="mass",
+        help=f"comma-separated kind:name, or a kind for all of it; kinds: {', '.join(PARAMETER_KINDS)} (default: mass)",
+    )
+    fit.add_argument(
+        "--method",
+        choices=["odr", "dropo"],
+        default="odr",
+        help="exact likelihood of the linearised simulator, or DROPO (default: odr)",
+    )
+    fit.add_argument(
+        "--noise-sd", type=float, help="sensor noise of every state coordinate (default: estimated from the log)"
+    )
+    fit.add_argument(
+        "--scale",
+        type=float,
+        nargs=2,
+        default=(0.5, 2.0),
+        metavar=("LOW", "HIGH"),
+        help="the box, in nominal values (default: 0.5 2)",
+    )
     fit.add_argument("--rows", type=int, default=2000, help="transitions used of a longer log (default: 2000)")
     fit.add_argument("--budget", type=int, default=1000, help="DROPO's objective evaluations (default: 1000)")
     fit.add_argument("--horizon", type=int, default=1, help="DROPO's steps replayed open loop (default: 1)")
@@ -243,10 +317,23 @@ def main(
                 raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
         if args.noise_sd is not None and not 0 < args.noise_sd < np.inf:
             raise ValueError(f"--noise-sd must be positive, got {args.noise_sd}")
-        report = fit_log(load_log(args.log), args.env, [p.strip() for p in args.params.split(",")], method=args.method, noise_sd=args.noise_sd,
-                         scale=tuple(args.scale), max_rows=args.rows, budget=args.budget, horizon=args.horizon, threads=args.threads, seed=args.seed)
+        report = fit_log(
+            load_log(args.log),
+            args.env,
+            [p.strip() for p in args.params.split(",")],
+            method=args.method,
+            noise_sd=args.noise_sd,
+            scale=tuple(args.scale),
+            max_rows=args.rows,
+            budget=args.budget,
+            horizon=args.horizon,
+            threads=args.threads,
+            seed=args.seed,
+        )
         if args.out:
-            Path(args.out).write_text(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            Path(args.out).write_text(
+                json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
     except (ValueError, OSError, ImportError) as e:
         print(f"icl26: error: {e}", file=sys.stderr)
         return 2
