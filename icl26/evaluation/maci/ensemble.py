@@ -60,7 +60,7 @@ def grid_weights(
 
 # %% ../../../nbs/evaluation/maci/03_ensemble.ipynb #99f7f1b8
 RIDGE = 5e-3  # official code
-SOLVERS = ("OSQP", "CLARABEL", "SCS")
+SOLVERS = {"OSQP": dict(eps_abs=1e-6, eps_rel=1e-6, max_iter=20_000), "CLARABEL": {}, "SCS": {}}  # OSQP's as in the official code
 
 
 def convex_weights(
@@ -80,11 +80,13 @@ def convex_weights(
     price = 5 * target_tpr / max(1 - target_tpr, 1e-6)
     cost = b @ cp.pos(false @ w - t) + price * cp.sum(cp.pos(t - true @ w)) + RIDGE * cp.sum_squares(w)
     problem = cp.Problem(cp.Minimize(cost), [cp.sum(w) == 1, t >= 0, t <= 1])
-    for solver in SOLVERS:
-        try:
-            problem.solve(solver=solver)
-        except cp.error.SolverError:
-            continue
+    for solver, options in SOLVERS.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Solution may be inaccurate")  # then the next solver is asked
+            try:
+                problem.solve(solver=solver, **options)
+            except cp.error.SolverError:
+                continue
         if problem.status == cp.OPTIMAL and w.value is not None:
             found = np.clip(w.value, 0, None)
             return found / found.sum()
