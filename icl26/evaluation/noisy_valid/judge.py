@@ -95,6 +95,9 @@ class JudgeProfile:
         n = self.n1 if rate == "tpr" else self.n0
         return clopper_pearson(round(getattr(self, rate) * n), n, level=level)
 
+    def __repr__(self) -> str:
+        return f"JudgeProfile(tpr={self.tpr:.4g}, fpr={self.fpr:.4g}, n1={self.n1}, n0={self.n0})"
+
     def _repr_markdown_(self) -> str:
         t, f = self.interval("tpr"), self.interval("fpr")
         return (f"| | rate | 95 % interval | from |\n|---|---|---|---|\n"

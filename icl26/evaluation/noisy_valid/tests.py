@@ -195,6 +195,10 @@ class CertificationResult:
     profile: JudgeProfile | None = None  # the judge's error rates where both labels are known
     calibration_share: float = float("nan")  # share of the variance that only more human labels can reduce
 
+    def __repr__(self) -> str:
+        return (f"CertificationResult({self.method!r}, certified={self.certified}, statistic={self.statistic:.4g}, "
+                f"threshold={self.threshold:.4g}, pvalue={self.pvalue:.3g}, informative={self.informative})")
+
     def _repr_markdown_(self) -> str:
         word = "**certified**" if self.certified else "**not certified**" + ("" if self.informative else " (the judge is not informative)")
         share = "" if np.isnan(self.calibration_share) else f"; {self.calibration_share:.0%} of the variance is the human labels'"
