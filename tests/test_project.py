@@ -3,8 +3,11 @@ import configparser
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,75 @@ def test_make_explains_itself_and_hands_on_its_knobs():
     line = run("make", "-n", "reproduce", "PROFILE=cpu", "PAPERS=odr logprob_audit", "SEEDS=0,1,2", "JOBS=2", "DRY_RUN=1", cwd=ROOT).stdout
     words = " ".join(line.splitlines()[-1].split())
     assert words.endswith("icl26 reproduce odr logprob_audit --profile cpu --seeds 0,1,2 --out runs --jobs 2 --dry-run")
+
+
+class Setup:
+    "The Makefile's set-up in a folder of its own, with a pip that notes how it is called."
+
+    PIP = "import sys, pathlib\npathlib.Path('called').open('a').write(' '.join(sys.argv[1:]) + chr(10))\nprint('no such wheel')\nsys.exit({})"
+
+    def __init__(self, top):
+        self.top = top
+        for name in ("Makefile", "settings.ini", "setup.py", "constraints.txt"):
+            shutil.copy(ROOT / name, top)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", top / ".venv"], check=True)
+        self.packages = next(top.glob(".venv/lib/python*/site-packages"))
+        (self.packages / "pip").mkdir()
+        self.pip(0)
+
+    def pip(self, code):
+        (self.packages / "pip/__main__.py").write_text(self.PIP.format(code))
+
+    def make(self, target, **how):
+        return run("make", f".venv/{target}", cwd=self.top, **how)
+
+    @property
+    def calls(self):
+        return (self.top / "called").read_text().splitlines() if (self.top / "called").exists() else []
+
+
+def test_set_up_runs_once_and_again_when_pins_change(tmp_path):
+    setup = Setup(tmp_path)
+    assert setup.make("ready-all").returncode == 0
+    assert setup.calls[0].endswith("-c .venv/constraints.txt -e .[all]")
+    assert (tmp_path / ".venv/constraints.txt").read_text() == (ROOT / "constraints.txt").read_text()
+    setup.make("ready-all")
+    assert len(setup.calls) == 1
+    setup.make("ready-dev")
+    assert len(setup.calls) == 2 and setup.calls[1].endswith(".[all,dev,docs]")
+    setup.make("ready-all")                                         # the larger set-up holds the smaller one
+    assert len(setup.calls) == 2
+    os.utime(tmp_path / "constraints.txt", (time.time() + 5,) * 2)
+    setup.make("ready-all")
+    assert len(setup.calls) == 3 and "torch==" in (tmp_path / ".venv/constraints.txt").read_text()
+
+
+def test_a_torch_that_is_there_is_kept(tmp_path):
+    setup = Setup(tmp_path)
+    (setup.packages / "torch").mkdir()
+    (setup.packages / "torch/__init__.py").write_text("")
+    assert setup.make("ready-all").returncode == 0
+    left = (tmp_path / ".venv/constraints.txt").read_text().splitlines()
+    whole = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in whole if line not in left] == [line for line in whole if line.startswith("torch==")]
+
+
+def test_a_failed_set_up_shows_why_and_is_tried_again(tmp_path):
+    setup = Setup(tmp_path)
+    setup.pip(1)
+    done = setup.make("ready-all")
+    assert done.returncode == 2 and "no such wheel" in done.stdout and ".venv/install.log" in done.stdout
+    setup.pip(0)
+    assert setup.make("ready-all").returncode == 0 and len(setup.calls) == 2
+
+
+def test_an_old_python_is_refused(tmp_path):
+    setup = Setup(tmp_path)
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = run("make", ".venv/ready-all", f"PYTHON={old}", cwd=tmp_path)
+    assert done.returncode == 2 and "Python 3.11 or later is needed" in done.stdout and setup.calls == []
 
 
 def test_ci_and_workflows_can_be_read():
