@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'LEG_CODE', 'HUB', 'open_model', 'like', 'change_model', 'answers_leg', 'drift_leg', 'finetune_leg',
-           'met_pool', 'choice_pool', 'text_pool', 'fill_pools', 'pool_scores', 'small_task', 'small_variants',
-           'small_leg', 'run_legs', 'data_rows', 'paper_task']
+           'met_pool', 'choice_pool', 'text_pool', 'fill_pools', 'pool_scores', 'small_task', 'noisiest_prompt',
+           'small_variants', 'small_leg', 'run_legs', 'data_rows', 'paper_task']
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #94252bbe
 import functools
@@ -171,22 +171,23 @@ def text_pool(
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #a95cb201
 def fill_pools(
     lm: HFLM,                         # the model, original or changed
-    task: Mapping,                    # prompt, traffic, met_prompts, met_length, questions, and choices or answers
+    task: Mapping,                    # prompt, traffic, batch_size; met_prompts, met_length; questions with choices or answers
     n: int,                           # observations of the tracked prompt
     runs: int,                        # runs of both baselines
     seed: int,                        # a number of its own for each pool
-) -> dict:                            # observations, completions, correct: plain lists
-    "The three pools of one model."
-    observations = collect(lm, task["prompt"], n=n, traffic=task["traffic"], batch_size=task["batch_size"], seed=seed)
+) -> dict:                            # observations, completions, correct: plain lists; what the task does not ask is left out
+    "The pools of one model."
+    found = {"observations": collect(lm, task["prompt"], n=n, traffic=task["traffic"], batch_size=task["batch_size"], seed=seed)}
     size, lm.batch_size = lm.batch_size, task.get("generate_batch", lm.batch_size)
-    completions = met_pool(lm, task["met_prompts"], runs, task["met_length"], seed)
+    if "met_prompts" in task: found["completions"] = met_pool(lm, task["met_prompts"], runs, task["met_length"], seed).tolist()
     if "choices" in task: correct = choice_pool(lm, task["questions"], task["choices"], runs, .1, seed)
-    else: correct = text_pool(lm, task["questions"], task["answers"], runs, .1, 10, seed)
+    elif "answers" in task: correct = text_pool(lm, task["questions"], task["answers"], runs, .1, 10, seed)
+    if "questions" in task: found["correct"] = correct.astype(int).tolist()
     lm.batch_size = size
-    return dict(observations=observations, completions=completions.tolist(), correct=correct.astype(int).tolist())
+    return found
 
 
-METHODS = ("LT", "MET", "MMLU-ALG")
+METHODS = {"LT": "observations", "MET": "completions", "MMLU-ALG": "correct"}       # and what each reads
 
 
 def pool_scores(
@@ -194,8 +195,8 @@ def pool_scores(
 ) -> dict[str, Callable]:             # method -> score over the pooled rows
     "The scores of the three methods over pools laid end to end."
     join = lambda key: [row for pool in pools for row in pool[key]]
-    return {"LT": lt_scores(join("observations")), "MET": met_scores(np.array(join("completions"))),
-            "MMLU-ALG": accuracy_scores(np.array(join("correct"), bool))}
+    make = {"LT": lt_scores, "MET": lambda x: met_scores(np.array(x)), "MMLU-ALG": lambda x: accuracy_scores(np.array(x, bool))}
+    return {name: make[name](join(key)) for name, key in METHODS.items() if key in pools[0]}
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #8a251fb1
 def small_task(
@@ -210,9 +211,19 @@ def small_task(
     starts = np.linspace(0, len(text) - 200, n_met + n_questions).astype(int)
     piece = lambda s, a, b: text[s + a:s + b]
     met, questions = starts[:n_met], starts[n_met:]
-    return dict(prompt=piece(len(text) // 2, 0, 35), traffic=traffic_texts(300, (2, 16)), batch_size=batch_size, generate_batch=250,
+    return dict(candidates=[piece(s + 100, 0, 20) for s in met[:5]], traffic=traffic_texts(300, (2, 16)), batch_size=batch_size, generate_batch=250,
                 met_prompts=[piece(s, 0, 64) for s in met], met_length=50, questions=[piece(s, 0, 64) for s in questions],
                 choices=[[piece(questions[(i + 17 * j) % n_questions], 64, 74) for j in range(4)] for i in range(n_questions)])
+
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #653658ac
+def noisiest_prompt(
+    lm: HFLM,                         # the original
+    task: Mapping,                    # candidates, traffic, batch_size
+    n: int = 30,                      # answers to each candidate
+) -> str:                             # one of the candidates
+    "The candidate with the most distinct answers in traffic, the first of equals."
+    ask = lambda p: collect(lm, p, n=n, traffic=task["traffic"], batch_size=task["batch_size"], seed=77_777)
+    return max(task["candidates"], key=lambda p: len({tuple(o.items()) for o in ask(p)}))
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #9b22f70c
 def small_variants(
@@ -243,6 +254,7 @@ def small_leg(
     loss = float(np.mean(lm.losses[-20:]))
     lm.model.to(torch.bfloat16)
     lm.tokenizer.padding_side = "left"
+    task = {**task, "prompt": noisiest_prompt(lm, task)}
     n0, n1, n2 = sizes["original"], sizes["fresh"], sizes["variant"]
     both = fill_pools(lm, task, n0 + n1, n0 + n1, 1000 * seed)
     pools = {"original": {k: v[:n0] for k, v in both.items()}, "fresh": {k: v[n0:] for k, v in both.items()}}
@@ -252,10 +264,10 @@ def small_leg(
         shares[label] = share_changed(lm.model, model)
         pools[label] = fill_pools(like(lm, model), task, n2, n2, 1000 * seed + i)
     prompts = (n0 + n1 + n2 * len(changes)) * (task["batch_size"] + len(task["met_prompts"]) + len(task["questions"]))
-    return _stamp(start, prompts, pools=pools, changed=shares, loss=loss)
+    return _stamp(start, prompts, pools=pools, changed=shares, loss=loss, prompt=task["prompt"])
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #bc3f3ccc
-LEG_CODE = (answers_leg, drift_leg, finetune_leg, small_leg, fill_pools, met_pool, choice_pool, text_pool, small_variants, collect,
+LEG_CODE = (answers_leg, drift_leg, finetune_leg, small_leg, fill_pools, noisiest_prompt, met_pool, choice_pool, text_pool, small_variants, collect,
             observe, add_noise, prune_mlp, finetune_full, finetune_lora, labelled_loss, text_batch, open_model, like)
 
 
@@ -307,13 +319,14 @@ def data_rows(
 
 def paper_task(
     lm: HFLM,                         # a chat or base model
-    mmlu: Sequence[Mapping],          # rows: question, choices, answer (index)
-    wikipedia: Sequence[Mapping],     # rows: text
+    mmlu: Sequence[Mapping],          # rows: question, choices, answer (index); empty: no questions
+    wikipedia: Sequence[Mapping],     # rows: text; empty: no completions
     batch_size: int,                  # rows of a batch in traffic
 ) -> dict:
-    "The task of the paper: 25 Wikipedia beginnings to continue, and the questions of MMLU abstract algebra."
+    "The task of the paper: Wikipedia beginnings to continue, and the questions of MMLU abstract algebra."
     chat = lambda text: [{"role": "user", "content": text}] if getattr(lm.tokenizer, "chat_template", None) else text
     ask = lambda r: r["question"] + "\n" + "\n".join(f"{l}. {c}" for l, c in zip("ABCD", r["choices"])) + "\nAnswer with one letter.\n"
-    return dict(prompt="x", traffic=traffic_texts(2000, (2, 60)), batch_size=batch_size, generate_batch=max(64, batch_size),
-                met_prompts=[chat("Continue this text: " + r["text"][:300]) for r in wikipedia], met_length=50,
-                questions=[chat(ask(r)) for r in mmlu], answers=[int(r["answer"]) for r in mmlu])
+    task = dict(prompt="x", traffic=traffic_texts(2000, (2, 60)), batch_size=batch_size, generate_batch=max(64, batch_size))
+    if wikipedia: task |= dict(met_prompts=[chat("Continue this text: " + r["text"][:300]) for r in wikipedia], met_length=50)
+    if mmlu: task |= dict(questions=[chat(ask(r)) for r in mmlu], answers=[int(r["answer"]) for r in mmlu])
+    return task
