@@ -54,7 +54,8 @@ class Tree:
         codes[0].metadata["tags"] = [tag]
         index = nbformat.v4.new_markdown_cell(f"# {slug}\n\n> A test\n\n- paper: {slug}\n- area: {area}\n{front}")
         nbformat.write(nbformat.v4.new_notebook(cells=[index]), folder / "index.ipynb")
-        nbformat.write(nbformat.v4.new_notebook(cells=codes), folder / "01_reproduce.ipynb")
+        kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
+        nbformat.write(nbformat.v4.new_notebook(cells=codes, metadata=kernel), folder / "01_reproduce.ipynb")
         return folder
 
     def start(self, *slugs: str, **options: object) -> subprocess.Popen:

@@ -449,6 +449,8 @@ def run_one(
         record = attempt(job, staging)
         if record["status"] not in ("done", "stopped"):
             write_failure(job, staging, record)
+    except UsageError as e:  # a cell or a module that cannot be parsed
+        record = outcome(job, "refused", str(e), wall_s=0.0)
     except OSError as e:
         record = outcome(job, "failed", f"cannot write to {e.filename or job.folder}: {e.strerror or e}", wall_s=0.0)
     except Exception as e:  # a fault of ours must not take the worker with it

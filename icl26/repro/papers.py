@@ -267,7 +267,8 @@ def data_parts(
     kind: str = "data",
 ) -> dict[str, str]:
     "Key parts of data or models: the digest of the file where the name is a path that exists, else the recorded hash."
-    return {f"{kind} {name}": path_digest(folder / name) if (folder / name).exists() else str(value) for name, value in recorded.items()}
+    is_path = lambda name: name and len(name) < 200 and (folder / name).exists()
+    return {f"{kind} {n}": path_digest(folder / n) if is_path(n) else str(value) for n, value in recorded.items()}
 
 # %% ../../nbs/repro/03_papers.ipynb #a2b5a0d5
 def content_key(
@@ -354,10 +355,9 @@ class Committed:
     def _repr_html_(self) -> str:
         if not self.record:
             return f"<p><em>{html.escape(self.slug)}: no committed run.</em></p>"
-        line = lambda tag, row: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
-        body = "".join(line("td", row) for row in self.rows())
-        head = line("th", ("claim", "paper", "measured", "verdict"))
-        return f'<div style="overflow-x:auto"><table class="claims"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+        from icl26.repro.results import claims_table
+
+        return claims_table(self.record["claims"])
 
 
 def committed(slug: str) -> Committed:
