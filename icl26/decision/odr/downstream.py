@@ -143,17 +143,12 @@ def lqr_randomizations(
     from icl26.decision.odr.mle import ODR, point_estimate
 
     sim, low, high = problem.simulator(), *problem.bounds.T
-    out = {
-        "UDR": low + (high - low) * uniforms(draws, 2, seed),
-        "ODR": ODR(sim, seed=seed).fit(data).sample(draws, seed),
-        "point estimate": point_estimate(sim, data)[None],
-    }
+    fit = ODR(sim, seed=seed).fit(data)
+    out = {"UDR": low + (high - low) * uniforms(draws, 2, seed), "ODR": fit.sample(draws, seed),
+           "ODR, mean alone": fit.mu_[None], "point estimate": point_estimate(sim, data)[None]}
     if dropo_budget:
-        out["DROPO"] = (
-            DROPO(sim, n_samples=50, epsilon=problem.noise_sd**2, budget=dropo_budget, seed=seed)
-            .fit(data)
-            .sample(draws, seed)
-        )
+        search = DROPO(sim, n_samples=50, epsilon=problem.noise_sd**2, budget=dropo_budget, seed=seed)
+        out["DROPO"] = search.fit(data).sample(draws, seed)
     return out
 
 # %% ../../../nbs/decision/odr/04_downstream.ipynb #23e4d5ba

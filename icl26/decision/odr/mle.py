@@ -538,7 +538,7 @@ class ODR:
         return np.clip(self.mu_ + sd * special.ndtri(u), low, high)
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #276a297b
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Identifiability:
     """Which directions of parameter space a log determines. Rows of `directions` are unit vectors in widths of the
     box, best determined first."""
@@ -562,6 +562,10 @@ class Identifiability:
     def lost(self) -> list[str]:
         "The directions that are not identified."
         return [self.describe(i) for i, s in enumerate(self.status) if s == "not identified"]
+
+    def __repr__(self) -> str:
+        rows = "; ".join(f"{self.describe(i)}: {s}" for i, s in enumerate(self.status))
+        return f"Identifiability({rows})"
 
     def _repr_markdown_(self) -> str:
         rows = [

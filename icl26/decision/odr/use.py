@@ -111,7 +111,7 @@ def residual_noise(
     return sd, xi
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #d85032cb
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitReport:
     "A fitted randomization of a robot, with what is known about it."
 
@@ -162,6 +162,9 @@ class FitReport:
         ]
         text += [f"  {d}  (in widths of the box)" for d in lost]
         return text
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
 
     def _repr_markdown_(self) -> str:
         return "```\n" + "\n".join(self.lines()) + "\n```"
