@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['WIDTH', 'SHARED', 'LINK', 'AREAS', 'MATH_STYLE', 'MATH_SETUP', 'REMOTE_MATH', 'REMOTE_FONT', 'RENDERERS', 'EXPECTED',
            'annotation', 'default', 'parameter', 'beside', 'signature', 'function_of', 'methods', 'docstring',
-           'method_entry', 'source_link', 'Renderer', 'exports_to', 'names_in', 'with_code', 'process', 'process_all',
-           'page_name', 'page_names', 'relink', 'drop_numbers', 'entries', 'section', 'sidebar', 'site_settings',
-           'local_math', 'copy_mathjax', 'relative', 'image_widths', 'Links', 'broken_links', 'choose', 'render',
-           'finish', 'checkout', 'build', 'verdicts', 'papers_table']
+           'method_entry', 'source_link', 'Renderer', 'exports_to', 'names_in', 'plumbing', 'folded', 'with_code',
+           'process', 'process_all', 'page_name', 'page_names', 'relink', 'drop_numbers', 'entries', 'section',
+           'sidebar', 'site_settings', 'local_math', 'copy_mathjax', 'relative', 'image_widths', 'Links',
+           'broken_links', 'choose', 'render', 'finish', 'checkout', 'build', 'verdicts', 'papers_table']
 
 # %% ../nbs/03_docs.ipynb #f83d87c2
 import ast
@@ -212,6 +212,31 @@ def names_in(
         return []
 
 
+def plumbing(
+    cell: Mapping,  # a code cell
+) -> str | None:
+    "What to call a cell that a reader seldom wants to see: imports, parameters, the recorder of a reproduction. None for others."
+    if "parameters" in (cell.get("metadata") or {}).get("tags", []):
+        return "Parameters"
+    try:
+        body = ast.parse(cell["source"]).body
+    except SyntaxError:
+        return None
+    if body and all(isinstance(t, (ast.Import, ast.ImportFrom)) for t in body):
+        return "Imports"
+    return "Code" if re.search(r"\b\w+ = Results\(|\.outcome\(\)", cell["source"]) else None
+
+
+def folded(
+    source: str,  # of a code cell
+    how: str,  # "true" or "show": whether it is folded at first
+    name: str,  # what stands for it
+) -> str:
+    "The source with the option to fold it, unless it says itself how it is shown."
+    said = re.search(r"^#\|\s*(?:code-fold|echo|include):", source, re.M)
+    return source if said else f'#| code-fold: {how}\n#| code-summary: "{name}"\n{source}'
+
+
 def with_code(
     cells: list,  # of a notebook, after nbdev has put a `show_doc` cell behind each export
     fold: str,  # "true" or "show": whether code is folded at first
@@ -223,6 +248,8 @@ def with_code(
         d = getattr(cell, "directives_", None) or {}
         names = names_in(cell.source) if {"export", "exporti"} & d.keys() and "hide" not in d else []
         if not names:
+            if cell.cell_type == "code" and not d.keys() & {"export", "exporti", "hide"} and (name := plumbing(cell)):
+                cell.source = folded(cell.source, "true", name)
             out.append(cell)
             continue
         shown = []
@@ -232,7 +259,7 @@ def with_code(
         place = {n: k for k, n in enumerate(names)}
         shown.sort(key=lambda c: place.get(re.match(r"show_doc\((\w+)", c.source)[1], len(names)))
         cell.directives_ = {k: v for k, v in d.items() if k not in ("export", "exporti")}
-        cell.source = f'#| code-fold: {fold}\n#| code-summary: "Code"\n{cell.source}'
+        cell.source = folded(cell.source, fold, "Code")
         out += [*shown, cell]
     return out
 

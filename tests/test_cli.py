@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,13 @@ def test_skeleton_exports_tests_and_its_reproduction_fails_until_a_claim_is_meas
     assert used.returncode == 2 and used.stderr.startswith("icl26: error: nowhere.txt")
     run = python("-m", "icl26.cli", "reproduce", "walks", "--out", tmp_path / "runs", **how)
     assert run.returncode == 1 and "no claim was measured" in run.stdout + run.stderr, run
+
+    for area in ("evaluation", "decision"):                         # their pages are not what this is about
+        shutil.rmtree(top / "nbs" / area)
+    built = python("-m", "icl26.cli", "docs", "--keep-going", "--renderer", "smalldocs", **how)
+    assert built.returncode == 0 and "vision/walks" not in built.stdout, built
+    page = (top / "_docs/vision/walks/method.html").read_text()
+    assert "Median of the means of" in page and 'class="math display"' in page
 
     path = top / "nbs/vision/walks/09_reproduce.ipynb"
     nb = json.loads(path.read_text())
