@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .repro.results import write_text
+
 # %% ../nbs/06_dev.ipynb #d0e07af5
 class DevError(ValueError):
     "Something that the person at the keyboard can put right; shown without a traceback."
@@ -143,13 +145,7 @@ def write(
     "Write a file in one step if its content differs; whether it did."
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_text(path, text)
     return True
 
 # %% ../nbs/06_dev.ipynb #52615eb2

@@ -31,6 +31,7 @@ from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from .repro.claims import VERDICTS
 from .repro.papers import UsageError, find_papers, front_matter, package_folder
 
 # %% ../nbs/03_docs.ipynb #c61ca878
@@ -627,8 +628,7 @@ def verdicts(
     claims: Iterable[Mapping],  # records of a results.json
 ) -> str:
     "The claims by verdict, as Markdown for one cell of a table."
-    order = ("reproduced", "partly", "not reproduced", "not run", "descriptive")
-    named = {v: [f"`{c['id']}`" for c in claims if c["verdict"] == v] for v in order}
+    named = {v: [f"`{c['id']}`" for c in claims if c["verdict"] == v] for v in VERDICTS}
     return "<br>".join(f"**{v}** {' '.join(ids)}" for v, ids in named.items() if ids)
 
 
