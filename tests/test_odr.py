@@ -1,4 +1,5 @@
 "odr: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
+
 import dataclasses
 import inspect
 import json
@@ -17,7 +18,7 @@ from icl26.decision.envs import MujocoSim, get_params, make_env, set_params
 from icl26.decision.odr import dropo, mle
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
-from icl26.stats import bootstrap_ci, loglog_slope, mean_interval, paired_difference, wilson
+from icl26.stats import bootstrap_ci, iqm_interval, loglog_slope, mean_interval, paired_difference, wilson
 
 ICL26 = Path(sys.executable).with_name("icl26")
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,24 +33,38 @@ def sim():
 def wide_family(n=3, d=2, seed=0):
     rng = np.random.default_rng(seed)
     B, R = rng.standard_normal((n, d, n + 1)), rng.standard_normal((n, n))
-    return odr.LinearGaussianSimulator(lambda s, a: np.einsum("idk,nk->nid", B, np.hstack([s, a])), 0.02 * R @ R.T + 0.01 * np.eye(n),
-                                       np.tile([-2.0, 2.0], (d, 1)), drift=lambda s, a: 0.3 * s)
+    return odr.LinearGaussianSimulator(
+        lambda s, a: np.einsum("idk,nk->nid", B, np.hstack([s, a])),
+        0.02 * R @ R.T + 0.01 * np.eye(n),
+        np.tile([-2.0, 2.0], (d, 1)),
+        drift=lambda s, a: 0.3 * s,
+    )
 
 
 # -- interface -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("call, want", [
-    (odr.Transitions, "(s, a, s_next, done=None)"),
-    (odr.LinearGaussianSimulator, "(features, noise_cov, bounds, drift=None)"),
-    (odr.LinearGaussianSimulator.mean, "(self, xi, s, a)"),
-    (odr.LinearGaussianSimulator.sample, "(self, xi, s, a, seed=0)"),
-    (odr.mixture_loglik, "(sim, mu, cov, data, *, method='exact', n_samples=256, seed=0)"),
-    (odr.ODR, "(sim, *, method='exact', sd_floor=1e-06, n_samples=256, n_restarts=4, seed=0)"),
-    (odr.ODR.sample, "(self, size, seed=0)"),
-    (odr.dropo_loglik, "(sim, mu, std, data, *, horizon=1, n_samples=100, epsilon=0.001, seed=0)"),
-    (odr.DROPO, "(sim, *, horizon=1, n_samples=100, epsilon=0.001, entropy_coef=0.0, budget=1000, seed=0)"),
-    (odr.informativeness, "(mu, cov, center, radius, *, n=200000, seed=0)"),
-])
+
+@pytest.mark.parametrize(
+    "call, want",
+    [
+        (odr.Transitions, "(s, a, s_next, done=None)"),
+        (odr.LinearGaussianSimulator, "(features, noise_cov, bounds, drift=None)"),
+        (odr.LinearGaussianSimulator.mean, "(self, xi, s, a)"),
+        (odr.LinearGaussianSimulator.sample, "(self, xi, s, a, seed=0)"),
+        (odr.mixture_loglik, "(sim, mu, cov, data, *, method='exact', n_samples=256, seed=0)"),
+        (odr.ODR, "(sim, *, method='exact', sd_floor=1e-06, n_samples=256, n_restarts=4, seed=0)"),
+        (odr.ODR.sample, "(self, size, seed=0)"),
+        (
+            odr.dropo_loglik,
+            "(sim, mu, std, data, *, horizon=1, n_samples=100, epsilon=0.001, seed=0, standardize=False)",
+        ),
+        (
+            odr.DROPO,
+            "(sim, *, horizon=1, n_samples=100, epsilon=0.001, entropy_coef=0.0, budget=1000, seed=0, standardize=False)",
+        ),
+        (odr.informativeness, "(mu, cov, center, radius, *, n=200000, seed=0)"),
+    ],
+)
 def test_signatures(call, want):
     s = inspect.signature(call)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
@@ -61,8 +76,13 @@ def test_transitions_are_frozen_float64_and_checked():
     assert len(t) == 2 and t.s.dtype == float and t.done.tolist() == [False, False] and t.done.dtype == bool
     with pytest.raises(dataclasses.FrozenInstanceError):
         t.s = 1
-    for bad in (([[0.0]], [[1.0], [2.0]], [[0.0]]), ([[0.0]], [[1.0]], [[0.0, 1.0]]), (np.zeros((0, 1)),) * 3, ([[np.inf]], [[1.0]], [[1.0]]),
-                ([0.0], [1.0], [1.0])):
+    for bad in (
+        ([[0.0]], [[1.0], [2.0]], [[0.0]]),
+        ([[0.0]], [[1.0]], [[0.0, 1.0]]),
+        (np.zeros((0, 1)),) * 3,
+        ([[np.inf]], [[1.0]], [[1.0]]),
+        ([0.0], [1.0], [1.0]),
+    ):
         with pytest.raises(ValueError):
             odr.Transitions(*bad)
     with pytest.raises(ValueError, match="rows"):
@@ -71,13 +91,22 @@ def test_transitions_are_frozen_float64_and_checked():
 
 def test_simulator_shapes_and_errors(sim):
     s, a, xis = np.random.default_rng(0).standard_normal((5, 1)), np.ones((5, 1)), np.arange(6.0).reshape(3, 2)
-    assert sim.mean(XI, s, a).shape == (5, 1) and sim.mean(xis, s, a).shape == (3, 5, 1) and sim.sample(XI, s, a, 3).shape == (5, 1)
+    assert (
+        sim.mean(XI, s, a).shape == (5, 1)
+        and sim.mean(xis, s, a).shape == (3, 5, 1)
+        and sim.sample(XI, s, a, 3).shape == (5, 1)
+    )
     np.testing.assert_array_equal(sim.mean(xis, np.stack([s] * 3), a), sim.mean(xis, s, a))
     np.testing.assert_array_equal(sim.sample(XI, s, a, 3), sim.sample(XI, s, a, 3))
     draws = np.stack([wide_family().sample(XI, np.zeros((1, 3)), np.zeros((1, 1)), i)[0] for i in range(4000)])
     np.testing.assert_allclose(np.cov(draws.T), wide_family().noise_cov, atol=0.02)
     f = sim.features
-    for noise, bounds in (([[1.0, 0.0]], sim.bounds), ([[-1.0]], sim.bounds), ([[1.0]], [[1.0, 1.0], [0.0, 1.0]]), ([[1.0]], [0.0, 1.0])):
+    for noise, bounds in (
+        ([[1.0, 0.0]], sim.bounds),
+        ([[-1.0]], sim.bounds),
+        ([[1.0]], [[1.0, 1.0], [0.0, 1.0]]),
+        ([[1.0]], [0.0, 1.0]),
+    ):
         with pytest.raises(ValueError):
             odr.LinearGaussianSimulator(f, noise, bounds)
     with pytest.raises(ValueError, match="features"):
@@ -86,6 +115,7 @@ def test_simulator_shapes_and_errors(sim):
 
 # -- likelihoods -----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("n, d", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 4)])
 def test_exact_likelihood_is_scipys(n, d):
     family, rng = wide_family(n, d, n + 10 * d), np.random.default_rng(n)
@@ -93,24 +123,43 @@ def test_exact_likelihood_is_scipys(n, d):
     R, mu = rng.standard_normal((d, d)), rng.uniform(-1, 1, d)
     g, F = family.parts(data.s, data.a)
     for cov in (0.1 * R @ R.T, np.zeros((d, d)), np.diag(np.r_[0.3, np.zeros(d - 1)])):
-        want = np.mean([stats.multivariate_normal(gi + Fi @ mu, Fi @ cov @ Fi.T + family.noise_cov).logpdf(x)
-                        for gi, Fi, x in zip(g, F, data.s_next)])
+        want = np.mean(
+            [
+                stats.multivariate_normal(gi + Fi @ mu, Fi @ cov @ Fi.T + family.noise_cov).logpdf(x)
+                for gi, Fi, x in zip(g, F, data.s_next)
+            ]
+        )
         np.testing.assert_allclose(odr.mixture_loglik(family, mu, cov, data), want, rtol=1e-9, atol=1e-9)
 
 
 def test_monte_carlo_converges_and_is_deterministic(sim):
     data, cov = odr.draw_log(sim, XI, 30, 0), np.diag([0.1, 0.07]) ** 2
     exact = odr.mixture_loglik(sim, XI, cov, data)
-    error = {M: np.sqrt(np.mean([(odr.mixture_loglik(sim, XI, cov, data, method="mc", n_samples=M, seed=s) - exact) ** 2 for s in range(15)]))
-             for M in (16, 256, 4096)}
+    error = {
+        M: np.sqrt(
+            np.mean(
+                [
+                    (odr.mixture_loglik(sim, XI, cov, data, method="mc", n_samples=M, seed=s) - exact) ** 2
+                    for s in range(15)
+                ]
+            )
+        )
+        for M in (16, 256, 4096)
+    }
     assert error[256] < error[16] / 3 and error[4096] < error[256] / 3 and error[4096] < 5e-3
-    full = np.array([[0.01, 0.006], [0.006, 0.008]])                          # a covariance with correlation
-    np.testing.assert_allclose(odr.mixture_loglik(sim, XI, full, data, method="mc", n_samples=2**15), odr.mixture_loglik(sim, XI, full, data), atol=2e-3)
+    full = np.array([[0.01, 0.006], [0.006, 0.008]])  # a covariance with correlation
+    np.testing.assert_allclose(
+        odr.mixture_loglik(sim, XI, full, data, method="mc", n_samples=2**15),
+        odr.mixture_loglik(sim, XI, full, data),
+        atol=2e-3,
+    )
 
 
 def test_linearised_likelihood_is_exact_for_a_linear_family(sim):
     data, cov = odr.draw_log(sim, XI, 30, 0), np.diag([0.1, 0.07]) ** 2
-    np.testing.assert_allclose(odr.mixture_loglik(sim, XI, cov, data, method="linear"), odr.mixture_loglik(sim, XI, cov, data), rtol=1e-12)
+    np.testing.assert_allclose(
+        odr.mixture_loglik(sim, XI, cov, data, method="linear"), odr.mixture_loglik(sim, XI, cov, data), rtol=1e-12
+    )
 
 
 def test_likelihood_rejects_bad_input(sim):
@@ -123,7 +172,9 @@ def test_likelihood_rejects_bad_input(sim):
     with pytest.raises(ValueError, match="method"):
         odr.mixture_loglik(sim, XI, np.eye(2), data, method="fast")
     with pytest.raises(TypeError, match="LinearGaussian"):
-        odr.mixture_loglik(odr.PendulumSimulator(), [1, 1], np.eye(2), odr.Transitions(np.zeros((1, 2)), [[0.0]], np.zeros((1, 2))))
+        odr.mixture_loglik(
+            odr.PendulumSimulator(), [1, 1], np.eye(2), odr.Transitions(np.zeros((1, 2)), [[0.0]], np.zeros((1, 2)))
+        )
 
 
 def test_few_effective_samples_warn_and_enough_do_not(sim):
@@ -152,6 +203,7 @@ def test_gradient_and_information(n, d):
 
 # -- ODR -------------------------------------------------------------------------------------------------------------
 
+
 def test_fit_has_what_it_promises(sim):
     data = odr.draw_log(sim, XI, 400, 3)
     fit = odr.ODR(sim).fit(data)
@@ -169,8 +221,13 @@ def test_fit_beats_scipy_from_many_starts(sim):
         spread = odr.Transitions(log.s, log.a, log.s_next + 0.3 * rng.standard_normal((80, 1)) * log.s)
         fit = odr.ODR(sim).fit(spread)
         f = lambda p: -odr.mixture_loglik(sim, p[:2], np.diag(np.exp(2 * p[2:])), spread)
-        others = [optimize.minimize(f, np.r_[m, np.log([sd, sd])], method="L-BFGS-B", bounds=[(-2, 2)] * 2 + [(np.log(1e-6), np.log(2))] * 2).fun
-                  for m in ([0, 0], [1.5, -1.5]) for sd in (0.01, 0.3)]
+        others = [
+            optimize.minimize(
+                f, np.r_[m, np.log([sd, sd])], method="L-BFGS-B", bounds=[(-2, 2)] * 2 + [(np.log(1e-6), np.log(2))] * 2
+            ).fun
+            for m in ([0, 0], [1.5, -1.5])
+            for sd in (0.01, 0.3)
+        ]
         assert -fit.loglik_ <= min(others) + 1e-9
         assert 0.2 < np.sqrt(fit.cov_[0, 0]) < 0.45 and not fit.at_floor_[0]
 
@@ -179,20 +236,34 @@ def test_bounds_hold_and_the_edge_is_a_legitimate_answer():
     tight = odr.LinearGaussianSimulator(odr.linear_family().features, [[0.01]], [[-2.0, 0.5], [-2.0, 2.0]])
     log = odr.draw_log(odr.linear_family(), XI, 300, 0)
     fit = odr.ODR(tight).fit(log)
-    assert fit.mu_[0] == 0.5 and np.sqrt(fit.cov_[0, 0]) > 0.2               # the truth, 0.9, lies outside: the spread reaches for it
+    assert (
+        fit.mu_[0] == 0.5 and np.sqrt(fit.cov_[0, 0]) > 0.2
+    )  # the truth, 0.9, lies outside: the spread reaches for it
     assert (fit.sample(100)[:, 0] <= 0.5).all() and (np.sqrt(np.diag(fit.cov_)) <= [1.25, 2.0]).all()
 
 
 def test_floor_flags():
     one = odr.LinearGaussianSimulator(lambda s, a: s[..., None], [[0.01]], [[-2.0, 2.0]])
-    flags, sds = zip(*[(f.at_floor_[0], np.sqrt(f.cov_[0, 0])) for f in (odr.ODR(one).fit(odr.draw_log(one, [0.5], 200, i)) for i in range(40))])
-    assert 0.3 < np.mean(flags) < 0.8 and all(sd <= 1e-5 for f, sd in zip(flags, sds) if f) and all(sd > 1e-3 for f, sd in zip(flags, sds) if not f)
+    flags, sds = zip(
+        *[
+            (f.at_floor_[0], np.sqrt(f.cov_[0, 0]))
+            for f in (odr.ODR(one).fit(odr.draw_log(one, [0.5], 200, i)) for i in range(40))
+        ]
+    )
+    assert (
+        0.3 < np.mean(flags) < 0.8
+        and all(sd <= 1e-5 for f, sd in zip(flags, sds) if f)
+        and all(sd > 1e-3 for f, sd in zip(flags, sds) if not f)
+    )
 
 
 def test_one_transition_and_a_dead_feature(sim):
     fit = odr.ODR(sim).fit(odr.Transitions([[1.0]], [[0.0]], [[0.7]]))
     np.testing.assert_allclose(fit.mu_[0], 0.7, atol=1e-6)
-    assert fit.at_floor_[1] and odr.identifiability(sim, fit.mu_, odr.Transitions([[1.0]], [[0.0]], [[0.7]])).status[1] == "not identified"
+    assert (
+        fit.at_floor_[1]
+        and odr.identifiability(sim, fit.mu_, odr.Transitions([[1.0]], [[0.0]], [[0.7]])).status[1] == "not identified"
+    )
 
 
 def test_identifiability_is_minus_the_second_derivative(sim):
@@ -207,6 +278,7 @@ def test_identifiability_is_minus_the_second_derivative(sim):
 
 # -- DROPO -----------------------------------------------------------------------------------------------------------
 
+
 def test_dropo_objective_edges(sim):
     log = odr.draw_log(sim, XI, 30, 0)
     done = np.arange(30) % 3 == 2
@@ -219,17 +291,44 @@ def test_dropo_objective_edges(sim):
         with pytest.raises(ValueError, match="std"):
             odr.dropo_loglik(sim, mu, std, log)
     two = odr.dropo_loglik(sim, XI, [0.1, 0.1], log[:10]) + odr.dropo_loglik(sim, XI, [0.1, 0.1], log[10:])
-    np.testing.assert_allclose(odr.dropo_loglik(sim, XI, [0.1, 0.1], log), two)         # a sum over windows, common draws
+    np.testing.assert_allclose(odr.dropo_loglik(sim, XI, [0.1, 0.1], log), two)  # a sum over windows, common draws
+
+
+def test_dropo_standardises_states_and_records_it():
+    swing, rng = odr.PendulumSimulator(), np.random.default_rng(0)
+    s, a = rng.uniform(-1, 1, (30, 2)) * [1, 6], rng.uniform(-2, 2, (30, 1))
+    log = odr.Transitions(s, a, swing.mean([1.2, 0.9], s, a))
+    units = np.array([7.0, 0.1])  # the same log in other units: only the constant changes
+    other = type(
+        "Other",
+        (),
+        dict(
+            bounds=swing.bounds, noise_cov=np.eye(2), mean=lambda self, xi, s, a: swing.mean(xi, s / units, a) * units
+        ),
+    )()
+    scaled = odr.Transitions(s * units, a, log.s_next * units)
+    args = ([1.0, 1.0], [0.1, 0.1])
+    np.testing.assert_allclose(
+        odr.dropo_loglik(other, *args, scaled, standardize=True), odr.dropo_loglik(swing, *args, log, standardize=True)
+    )
+    assert abs(odr.dropo_loglik(other, *args, scaled) - odr.dropo_loglik(swing, *args, log)) > 1
+    fit = odr.DROPO(swing, n_samples=10, budget=10, standardize=True).fit(log)
+    np.testing.assert_allclose(fit.scale_, log.s_next.std(0))
+    assert (odr.DROPO(swing, n_samples=10, budget=10).fit(log).scale_ == 1).all()
 
 
 def test_dropo_budget_bounds_and_seed(sim):
     log = odr.draw_log(sim, XI, 60, 0)
     state = np.random.get_state()[1].copy()
     one, two = (odr.DROPO(sim, n_samples=20, epsilon=0.01, budget=50, seed=4).fit(log) for _ in range(2))
-    assert np.array_equal(np.random.get_state()[1], state)                               # the global generator is not touched
+    assert np.array_equal(np.random.get_state()[1], state)  # the global generator is not touched
     assert np.array_equal(one.mu_, two.mu_) and np.array_equal(one.std_, two.std_) and one.objective_ == two.objective_
     assert 50 <= one.n_evals_ <= 50 + 4 + int(3 * np.log(4)) and (one.std_ <= 1.0).all() and (one.std_ >= 9e-6).all()
-    assert (one.mu_ >= -2).all() and (one.mu_ <= 2).all() and (np.abs(one.sample(200) - one.mu_) <= 2 * one.std_ + 1e-12).all()
+    assert (
+        (one.mu_ >= -2).all()
+        and (one.mu_ <= 2).all()
+        and (np.abs(one.sample(200) - one.mu_) <= 2 * one.std_ + 1e-12).all()
+    )
     u = np.array([0.0, 4.0, 0.0, 4.0])
     mu, std = dropo.unscale(u, sim.bounds)
     np.testing.assert_allclose(np.r_[mu, std], [-2, 2, 1e-5, 1.0])
@@ -237,10 +336,18 @@ def test_dropo_budget_bounds_and_seed(sim):
 
 # -- informativeness -------------------------------------------------------------------------------------------------
 
+
 def test_informativeness_exact_cases():
-    np.testing.assert_allclose(odr.informativeness([0.2], [[0.09]], [0.0], 0.5), np.diff(stats.norm(0.2, 0.3).cdf([-0.5, 0.5]))[0], rtol=1e-12)
-    np.testing.assert_allclose(odr.informativeness([0, 0], np.eye(2) * 0.04, [0, 0], 0.3), 1 - np.exp(-0.3**2 / 0.08), rtol=1e-10)
-    assert odr.informativeness([0.1], [[0.0]], [0], 0.2) == 1.0 and odr.informativeness([0.3, 0], np.zeros((2, 2)), [0, 0], 0.2) == 0.0
+    np.testing.assert_allclose(
+        odr.informativeness([0.2], [[0.09]], [0.0], 0.5), np.diff(stats.norm(0.2, 0.3).cdf([-0.5, 0.5]))[0], rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        odr.informativeness([0, 0], np.eye(2) * 0.04, [0, 0], 0.3), 1 - np.exp(-(0.3**2) / 0.08), rtol=1e-10
+    )
+    assert (
+        odr.informativeness([0.1], [[0.0]], [0], 0.2) == 1.0
+        and odr.informativeness([0.3, 0], np.zeros((2, 2)), [0, 0], 0.2) == 0.0
+    )
     a, b = (odr.informativeness([0, 0.1], np.diag([0.04, 0.01]), [0, 0], 0.3, seed=s) for s in (0, 0))
     assert a == b and 0 < a < 1
     for r in (0, -1):
@@ -257,8 +364,16 @@ def test_mass_of_a_correlated_normal_rotates():
 
 # -- MuJoCo ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("env_id, names", [("Hopper-v5", ["mass:torso", "friction:foot_geom"]), ("Walker2d-v5", ["mass:thigh", "gravity"]),
-                                           ("HalfCheetah-v5", ["gear:bthigh", "armature:ffoot"]), ("InvertedPendulum-v5", ["mass:pole"])])
+
+@pytest.mark.parametrize(
+    "env_id, names",
+    [
+        ("Hopper-v5", ["mass:torso", "friction:foot_geom"]),
+        ("Walker2d-v5", ["mass:thigh", "gravity"]),
+        ("HalfCheetah-v5", ["gear:bthigh", "armature:ffoot"]),
+        ("InvertedPendulum-v5", ["mass:pole"]),
+    ],
+)
 def test_mujoco_sim_is_gymnasiums_step(env_id, names):
     sim = MujocoSim(env_id, names, threads=2)
     xi = sim.nominal * np.linspace(0.8, 1.3, len(names))
@@ -288,15 +403,24 @@ def test_dropo_on_a_robot_is_the_reset_and_step_loop():
             env.unwrapped.set_state(np.r_[0.0, s[:5]], s[5:])
             env.step(a)
             ends.append(env.unwrapped.state_vector()[1:])
-        total += stats.multivariate_normal(np.mean(ends, 0), np.cov(np.array(ends).T) + 1e-3 * np.eye(11)).logpdf(s_next)
+        total += stats.multivariate_normal(np.mean(ends, 0), np.cov(np.array(ends).T) + 1e-3 * np.eye(11)).logpdf(
+            s_next
+        )
     np.testing.assert_allclose(odr.dropo_loglik(sim, mu, std, log, n_samples=5), total, rtol=1e-6)
 
 
 # -- a run: intervals and verdicts from the recorded numbers ---------------------------------------------------------
 
+
 def reproduce(out, *args, env=None):
-    run = subprocess.run([ICL26, "reproduce", "odr", "--jobs", "1", "--out", str(out), *args], capture_output=True, text=True, timeout=400,
-                         cwd=out.parent, env=os.environ | (env or {}))
+    run = subprocess.run(
+        [ICL26, "reproduce", "odr", "--jobs", "1", "--out", str(out), *args],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=out.parent,
+        env=os.environ | (env or {}),
+    )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     (path,) = out.glob("decision/odr/*/results.json")
     return path
@@ -323,11 +447,18 @@ def expected(claim, part, record):
     if claim == "C1" and label.startswith("share"):
         return named(wilson(int((values > 0.02).sum()), len(values)))
     if claim in ("C1", "own-C8") and label.startswith("slope"):
-        sizes = sorted(int(p["label"].rpartition("= ")[2]) for c in record["claims"] if c["id"] == "C1" for p in c["values"]
-                       if p["label"].startswith("share") and "N =" in p["label"])
+        sizes = sorted(
+            int(p["label"].rpartition("= ")[2])
+            for c in record["claims"]
+            if c["id"] == "C1"
+            for p in c["values"]
+            if p["label"].startswith("share") and "N =" in p["label"]
+        )
         sizes.append(10_000 if record["parameters"]["profile"] != "smoke" else 1000)
         statistic = np.median if claim == "C1" else lambda x, axis: np.quantile(x, 0.9, axis=axis)
-        return named(loglog_slope(sizes, values.reshape(-1, len(sizes)), statistic=statistic, n_resamples=2000, seed=seed))
+        return named(
+            loglog_slope(sizes, values.reshape(-1, len(sizes)), statistic=statistic, n_resamples=2000, seed=seed)
+        )
     if label.startswith("fall of"):
         rows = values.reshape(-1, 2)
         ratio = lambda x: np.median(x[:, 0]) / np.median(x[:, 1])
@@ -336,6 +467,8 @@ def expected(claim, part, record):
         return ratio(rows), np.quantile(boot, 0.025), np.quantile(boot, 0.975)
     if "median" in label:
         return named(bootstrap_ci(values, np.median, method="percentile", n_resamples=2000, seed=seed))
+    if "interquartile" in label:
+        return named(iqm_interval(values, seed=seed))
     if claim == "C6":
         return values.mean(), None, None
     if claim in ("C4", "own-C8"):
@@ -356,8 +489,13 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
             for part in c["values"] or []:
                 if (want := expected(c["id"], part, record)) is not None:
                     got = [part["measured"], part["ci_low"], part["ci_high"]]
-                    np.testing.assert_allclose([g for g in got if g is not None], [w for w in want if w is not None], rtol=1e-7, atol=1e-12,
-                                               err_msg=f"{c['id']}: {part['label']}")
+                    np.testing.assert_allclose(
+                        [g for g in got if g is not None],
+                        [w for w in want if w is not None],
+                        rtol=1e-7,
+                        atol=1e-12,
+                        err_msg=f"{c['id']}: {part['label']}",
+                    )
             if c["id"] == "C6" and c["verdict"] != "not run":
                 mean = {p["label"].partition(",")[0]: p["measured"] for p in c["values"]}
                 np.testing.assert_allclose(c["measured"], mean["DROPO"] / mean["centre of the box"])
@@ -371,7 +509,9 @@ def test_one_seed_one_result_in_two_processes(smoke):
 def test_the_smoke_run_stays_in_its_budget_and_draws_its_figures(smoke):
     record = load_results(smoke[0])
     assert record["peak_rss_mb"] < 2048 and record["parameters"]["profile"] == "smoke"
-    assert {"rates.png", "paths.png", "identified_line.png", "informativeness.png", "gaps.png"} <= {p.name for p in (smoke[0].parent / "figures").iterdir()}
+    assert {"rates.png", "paths.png", "identified_line.png", "informativeness.png", "gaps.png"} <= {
+        p.name for p in (smoke[0].parent / "figures").iterdir()
+    }
 
 
 def test_the_committed_run_has_the_sizes_of_the_cpu_profile(smoke):
@@ -379,11 +519,15 @@ def test_the_committed_run_has_the_sizes_of_the_cpu_profile(smoke):
         c = {c["id"]: c for c in load_results(path)["claims"]}
         parts = {p["label"]: p for x in c.values() if x["id"] != "C2" for p in x["values"]}
         assert c["C2"]["n"] == 40 and parts["share above 0.02, largest N"]["n"] == 100 and c["C6"]["n"] == 2
-        assert all(p["n"] == 20 for k, p in parts.items() if k.startswith(("fall", "UDR −"))) and "pendulum (Monte Carlo), median error, N = 3000" in parts
+        assert (
+            all(p["n"] == 20 for k, p in parts.items() if k.startswith(("fall", "UDR −")))
+            and "pendulum (Monte Carlo), median error, N = 3000" in parts
+        )
         assert all(p["n"] == 5 for k, p in parts.items() if k.startswith(("DROPO, N", "E-DROPO, N")))
 
 
 # -- numbers that go against the paper -------------------------------------------------------------------------------
+
 
 def p(label, measured, half=0.01, **more):
     return dict(label=label, measured=measured, ci_low=measured - half, ci_high=measured + half, n=9, **more)
@@ -392,14 +536,21 @@ def p(label, measured, half=0.01, **more):
 SHARE, SLOPE = "share above 0.02, largest N", "slope of the median μ error"
 AGAINST = {
     "C1": [[p(SHARE, 0.2), p(SLOPE, -0.5)], [p(SHARE, 0.06), p(SLOPE, 0.0)]],
-    "C3": [[p("fall of the distance to the set", 2.0), p("fall of the distance to the point", 1.0)],
-           [p("fall of the distance to the set", 30.0), p("fall of the distance to the point", 30.0)]],
-    "C4": [[p("ODR, N = 30", 0.2), p("ODR, N = 99 (largest)", 0.6)], [p("ODR, N = 30", 0.999, 0.0005), p("ODR, N = 99 (largest)", 0.96)]],
+    "C3": [
+        [p("fall of the distance to the set", 2.0), p("fall of the distance to the point", 1.0)],
+        [p("fall of the distance to the set", 30.0), p("fall of the distance to the point", 30.0)],
+    ],
+    "C4": [
+        [p("ODR, N = 30", 0.2), p("ODR, N = 99 (largest)", 0.6)],
+        [p("ODR, N = 30", 0.999, 0.0005), p("ODR, N = 99 (largest)", 0.96)],
+    ],
     "C5": [[p("UDR − ODR, uniform truths, N = 50", -1.0), p("UDR − ODR, uniform truths, N = 500", 0.005)]],
     "C6": [[p("ratio", 0.9)], [p("ratio", 0.5)]],
     "own-C7": [[p("uniform truths, N = 50", -1.0), p("corner truths, N = 50", 0.0)]],
-    "own-C8": [[p("slope of the 90 % quantile of σ̂", -0.5), p("share at the floor, largest N", 0.5)],
-               [p("slope of the 90 % quantile of σ̂", 0.0), p("share at the floor, largest N", 0.5)]],
+    "own-C8": [
+        [p("slope of the 90 % quantile of σ̂", -0.5), p("share at the floor, largest N", 0.5)],
+        [p("slope of the 90 % quantile of σ̂", 0.0), p("share at the floor, largest N", 0.5)],
+    ],
 }
 
 
@@ -420,22 +571,55 @@ def test_the_middle_verdicts():
     rule = {c.id: c for c in odr.claims("cpu")}
     assert measurement(rule["C1"], parts=[p(SHARE, 0.0), p(SLOPE, -0.2)])["verdict"] == "partly"
     assert measurement(rule["C1"], parts=[p(SHARE, 0.05), p(SLOPE, -0.4)])["verdict"] == "reproduced"
-    assert measurement(rule["C5"], parts=[p("UDR − ODR, uniform truths, N = 50", -1), p("UDR − ODR, uniform truths, N = 500", 1)])["verdict"] == "partly"
+    assert (
+        measurement(
+            rule["C5"], parts=[p("UDR − ODR, uniform truths, N = 50", -1), p("UDR − ODR, uniform truths, N = 500", 1)]
+        )["verdict"]
+        == "partly"
+    )
     gpu = {c.id: c for c in odr.claims("gpu")}["C5"]
-    robots = [p("Hopper-v5: return, DROPO − UDR", -5.0), p("HalfCheetah-v5: return, DROPO − UDR", -1.0), p("UDR − ODR, uniform truths, N = 50", 1)]
+    robots = [
+        p("Hopper-v5: return, DROPO − UDR", -5.0),
+        p("HalfCheetah-v5: return, DROPO − UDR", -1.0),
+        p("UDR − ODR, uniform truths, N = 50", 1),
+    ]
     assert measurement(gpu, parts=robots)["verdict"] == "not reproduced"
     assert measurement(gpu, parts=[robots[0] | dict(ci_low=1.0, ci_high=9.0), *robots[1:]])["verdict"] == "partly"
 
 
 # -- the gpu profile -------------------------------------------------------------------------------------------------
 
+
 def test_gpu_profile_runs_every_path_at_a_tiny_size(tmp_path):
-    record = load_results(reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", env={"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache")}))
+    record = load_results(
+        reproduce(
+            tmp_path / "gpu",
+            "--profile",
+            "gpu",
+            "--device",
+            "cpu",
+            env={"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache")},
+        )
+    )
     c = {c["id"]: c for c in record["claims"]}
-    assert len(c) == 8 and not any(x["verdict"] == "not run" for x in c.values()) and all("tiny" in x["note"] for x in c.values())
+    assert (
+        len(c) == 8
+        and not any(x["verdict"] == "not run" for x in c.values())
+        and all("tiny" in x["note"] for x in c.values())
+    )
     labels = {x["label"] for k in ("C4", "C5", "C6") for x in c[k]["values"]}
-    assert {"Hopper-v5: return, DROPO − UDR", "HalfCheetah-v5: return, DROPO − UDR", "ODR, N = 40 (largest)", "E-DROPO, N = 20", "ratio"} <= labels
-    assert c["C4"]["scale"] == c["C5"]["scale"] == "small-model"
+    assert {
+        "Hopper-v5: return, DROPO − UDR",
+        "HalfCheetah-v5: return, DROPO − UDR",
+        "ODR, N = 40 (largest)",
+        "E-DROPO, N = 20",
+        "ratio",
+    } <= labels
+    assert (
+        c["C4"]["scale"] == c["C5"]["scale"] == "small-model"
+        and "Hopper-v5, DROPO, interquartile mean return" in labels
+    )
+    assert c["C5"]["measured"] == min(x["measured"] for x in c["C5"]["values"] if "-v5: " in x["label"])
 
 
 def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
@@ -444,14 +628,24 @@ def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     record = load_results(reproduce(tmp_path / "gpu", "--profile", "gpu"))
-    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all(
+        "CUDA" in c["reason"] for c in record["claims"]
+    )
     assert record["wall_s"] < 15
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
+
 def use(*args, cwd):
-    return subprocess.run([ICL26, "use", "odr", *map(str, args)], capture_output=True, text=True, timeout=200, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        [ICL26, "use", "odr", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.fixture
@@ -464,41 +658,69 @@ def log_file(tmp_path):
 
 
 def test_use_fits_a_log(log_file, tmp_path):
-    run = use("fit", log_file, "--env", "Hopper-v5", "--params", "mass:torso,mass:foot", "--out", "fit.json", cwd=tmp_path)
-    assert run.returncode == 0 and "not identified" not in run.stdout and "mass:torso" in run.stdout and run.stderr == "", run.stderr
+    run = use(
+        "fit", log_file, "--env", "Hopper-v5", "--params", "mass:torso,mass:foot", "--out", "fit.json", cwd=tmp_path
+    )
+    assert (
+        run.returncode == 0 and "not identified" not in run.stdout and "mass:torso" in run.stdout and run.stderr == ""
+    ), run.stderr
     fit = json.loads((tmp_path / "fit.json").read_text())
-    assert np.all(np.abs(np.array(fit["mu"]) - [4.6, 4.4]) < 4 * np.array(fit["standard_error"])) and max(fit["standard_error"]) < 0.2
+    assert (
+        np.all(np.abs(np.array(fit["mu"]) - [4.6, 4.4]) < 4 * np.array(fit["standard_error"]))
+        and max(fit["standard_error"]) < 0.2
+    )
     assert fit["units"] == ["kg", "kg"] and fit["transitions"] == 80
 
 
 def test_use_names_what_a_log_cannot_tell(tmp_path):
-    s, a = np.zeros((50, 12)), np.zeros((50, 3))                            # full states this time: the position is there
+    s, a = np.zeros((50, 12)), np.zeros((50, 3))  # full states this time: the position is there
     s[:, 1], s[:, 6:8] = 3.0, np.random.default_rng(0).uniform(-1, 1, (50, 2))
     s_next = MujocoSim("Hopper-v5", ["mass:torso"], skip=0, threads=1).mean([4.0], s, a)
     np.savez(tmp_path / "air.npz", s=s, a=a, s_next=s_next)
-    run = use("fit", "air.npz", "--env", "Hopper-v5", "--params", "mass:torso,mass:foot", "--noise-sd", 0.01, cwd=tmp_path)
+    run = use(
+        "fit", "air.npz", "--env", "Hopper-v5", "--params", "mass:torso,mass:foot", "--noise-sd", 0.01, cwd=tmp_path
+    )
     assert run.returncode == 0 and run.stdout.count("not identified") >= 3, run.stdout + run.stderr
 
 
 def test_use_with_dropo(log_file, tmp_path):
-    run = use("fit", log_file, "--env", "Hopper-v5", "--params", "mass:torso", "--method", "dropo", "--budget", 20, "--rows", 6, "--noise-sd", 0.004, cwd=tmp_path)
+    run = use(
+        "fit",
+        log_file,
+        "--env",
+        "Hopper-v5",
+        "--params",
+        "mass:torso",
+        "--method",
+        "dropo",
+        "--budget",
+        20,
+        "--rows",
+        6,
+        "--noise-sd",
+        0.004,
+        cwd=tmp_path,
+    )
     assert run.returncode == 0 and "DROPO" in run.stdout, run.stderr
 
 
-@pytest.mark.parametrize("args, says", [
-    (["nothing.npz", "--env", "Hopper-v5"], "no such file"),
-    (["log.npz", "--env", "HalfCheetah-v5"], "columns"),
-    (["log.npz", "--env", "Hoper-v5"], "env_id"),
-    (["log.npz", "--env", "Pendulum-v1"], "no MuJoCo"),
-    (["log.npz", "--env", "Hopper-v5", "--params", "mass:tail"], "torso"),
-    (["log.npz", "--env", "Hopper-v5", "--params", "colour"], "known kinds"),
-    (["log.npz", "--env", "Hopper-v5", "--noise-sd", "-1"], "--noise-sd"),
-    (["log.npz", "--env", "Hopper-v5", "--scale", "2", "1"], "scale"),
-    (["log.npz", "--env", "Hopper-v5", "--rows", "0"], "--rows"),
-    (["text.npz", "--env", "Hopper-v5"], "not an .npz"),
-    (["half.npz", "--env", "Hopper-v5"], "lacks s_next"),
-    (["log.npz"], "--env"),
-])
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["nothing.npz", "--env", "Hopper-v5"], "no such file"),
+        (["log.npz", "--env", "HalfCheetah-v5"], "columns"),
+        (["log.npz", "--env", "Hoper-v5"], "env_id"),
+        (["log.npz", "--env", "Pendulum-v1"], "no MuJoCo"),
+        (["log.npz", "--env", "Hopper-v5", "--params", "mass:tail"], "torso"),
+        (["log.npz", "--env", "Hopper-v5", "--params", "colour"], "known kinds"),
+        (["log.npz", "--env", "Hopper-v5", "--noise-sd", "-1"], "--noise-sd"),
+        (["log.npz", "--env", "Hopper-v5", "--scale", "2", "1"], "scale"),
+        (["log.npz", "--env", "Hopper-v5", "--rows", "0"], "--rows"),
+        (["text.npz", "--env", "Hopper-v5"], "not an .npz"),
+        (["half.npz", "--env", "Hopper-v5"], "lacks s_next"),
+        (["log.npz"], "--env"),
+    ],
+)
 def test_use_errors_are_one_line(args, says, log_file, tmp_path, monkeypatch, capsys):
     from icl26.decision.odr.use import main
 
@@ -516,7 +738,9 @@ def test_use_drops_clipped_velocities(log_file):
     log = load_log(log_file)
     s = log.s.copy()
     s[3, -1] = 10.0
-    report = odr.fit_log(odr.Transitions(s, log.a, log.s_next, log.done), "Hopper-v5", ["mass:torso"], noise_sd=0.01, threads=1)
+    report = odr.fit_log(
+        odr.Transitions(s, log.a, log.s_next, log.done), "Hopper-v5", ["mass:torso"], noise_sd=0.01, threads=1
+    )
     assert report.dropped == 1 and report.used == 79
     s[:, -1] = -10.0
     with pytest.raises(ValueError, match="clip"):
