@@ -1,4 +1,5 @@
-"""Small trees of papers for the runner's tests: bare notebooks, run by a process of their own, and a look at what is left of it."""
+"""Small trees of papers for the runner's tests: bare notebooks, and a look at what a run of them leaves behind."""
+
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ import psutil
 PARAMETERS = 'profile = "smoke"\nseed = 0\ndevice = "auto"\nout_dir = None\nmodel = None'
 RECORD = """
 import json, os
-claim = {"id": "fair", "statement": "the coin is fair", "source": "by eye", "scale": "mechanism", "measured": 0.5, "ci_low": 0.4,
-         "ci_high": 0.6, "n": 10, "verdict": "reproduced", "reason": "", "paper_value": 0.5,
-         "rule": {"reproduced": [{"test": "above", "bound": 0, "of": "measured", "parts": None, "need": "all"}], "partly": [],
-                  "descriptive": False}}
+claim = {"id": "fair", "statement": "the coin is fair", "source": "by eye", "scale": "mechanism",
+         "measured": 0.5, "ci_low": 0.4, "ci_high": 0.6, "n": 10, "verdict": "reproduced", "reason": "",
+         "paper_value": 0.5,
+         "rule": {"reproduced": [{"test": "above", "bound": 0, "of": "measured", "parts": None, "need": "all"}],
+                  "partly": [], "descriptive": False}}
 record = {"schema": 1, "paper": "%s", "area": "games", "title": "A coin", "started": "", "wall_s": 1, "peak_rss_mb": 1,
           "threads": int(os.environ["OMP_NUM_THREADS"]), "versions": {}, "claims": [claim],
           "parameters": {"profile": profile, "seed": seed, "device": device, "model": model}}
@@ -46,7 +48,15 @@ class Tree:
         self.root, self.nbs, self.out, self.mark = root, root / "nbs", root / "runs", uuid.uuid4().hex
         self.env = {**os.environ, "ICL26_TEST": self.mark, "OMP_NUM_THREADS": "1", "ICL26_CACHE": str(root / "cache")}
 
-    def paper(self, slug: str, *cells: str, area: str = "games", front: str = "", parameters: str = PARAMETERS, tag: str = "parameters") -> Path:
+    def paper(
+        self,
+        slug: str,
+        *cells: str,
+        area: str = "games",
+        front: str = "",
+        parameters: str = PARAMETERS,
+        tag: str = "parameters",
+    ) -> Path:
         "Write a paper; its reproduction holds the parameters and these cells (by default one that measures)."
         folder = self.nbs / area / slug
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,8 +73,15 @@ class Tree:
         options = {"slugs": slugs, "out": str(self.out), "nbs": str(self.nbs), **options}
         driver = self.root / "driver.py"
         driver.write_text(DRIVER)
-        return subprocess.Popen([sys.executable, str(driver), json.dumps(options)], env=self.env, cwd=self.root, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, str(driver), json.dumps(options)],
+            env=self.env,
+            cwd=self.root,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def run(self, *slugs: str, **options: object) -> tuple[int, str, str]:
         "Exit code, standard output and error of `reproduce`; afterwards no process of it may be left."
@@ -83,7 +100,9 @@ class Tree:
 
     def done(self, slug: str, seed: int = 0) -> bool:
         "Whether a job has results and no failure."
-        return (self.folder(slug, seed) / "results.json").exists() and not (self.folder(slug, seed) / "failure.json").exists()
+        return (self.folder(slug, seed) / "results.json").exists() and not (
+            self.folder(slug, seed) / "failure.json"
+        ).exists()
 
     def processes(self) -> list[psutil.Process]:
         "Processes that carry this tree's mark in their environment."

@@ -1,4 +1,5 @@
 """`cached` when processes compete, are killed, or find damage; the page 02_cache shows the rest."""
+
 import json
 import os
 import signal
@@ -52,14 +53,17 @@ def test_a_builder_that_is_killed_leaves_nothing_and_no_lock(tmp_path, folder):
     assert len(list(folder.rglob("value.json"))) == 1 and not list(folder.rglob("*.part"))
 
 
-@pytest.mark.parametrize("damage", [
-    lambda value, entry: value.write_bytes(b""),
-    lambda value, entry: value.write_bytes(value.read_bytes()[:-3]),
-    lambda value, entry: value.unlink(),
-    lambda value, entry: entry.unlink(),
-    lambda value, entry: entry.write_text(entry.read_text()[:20]),
-    lambda value, entry: entry.write_text("[]"),
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda value, entry: value.write_bytes(b""),
+        lambda value, entry: value.write_bytes(value.read_bytes()[:-3]),
+        lambda value, entry: value.unlink(),
+        lambda value, entry: entry.unlink(),
+        lambda value, entry: entry.write_text(entry.read_text()[:20]),
+        lambda value, entry: entry.write_text("[]"),
+    ],
+)
 def test_damage_is_built_again(folder, damage):
     calls = []
     build = lambda: calls.append(1) or {"x": np.arange(5)}
@@ -97,12 +101,12 @@ def test_seconds_of_builds_inside_builds_count_once():
     before = cache_log()
 
     def inner():
-        time.sleep(0.2)
+        time.sleep(0.5)
         return 1
 
     cached({"outer": 1}, lambda: [cached({"inner": 1}, inner), cached({"inner": 2}, inner)])
     now = cache_log()
-    assert now["builds"] - before["builds"] == 3 and 0.4 <= now["build_s"] - before["build_s"] < 0.75
+    assert now["builds"] - before["builds"] == 3 and 1 <= now["build_s"] - before["build_s"] < 1.8
 
 
 def test_a_pickle_is_never_written_or_read(folder):

@@ -1,4 +1,5 @@
 """The batch runner: what a run leaves, what it skips, what it says to users."""
+
 import json
 import time
 
@@ -16,7 +17,12 @@ def tree(tmp_path):
 
 
 def test_a_run_its_files_and_a_second_call(tree):
-    tree.paper("coin", measure("coin", before="import os; os.makedirs(f'{out_dir}/figures'); open(f'{out_dir}/figures/a.png', 'w').close()"))
+    tree.paper(
+        "coin",
+        measure(
+            "coin", before="import os; os.makedirs(f'{out_dir}/figures'); open(f'{out_dir}/figures/a.png', 'w').close()"
+        ),
+    )
     code, said, errors = tree.run(seeds="0,1,2,3,4,5", jobs=2)
     assert code == 0 and "Traceback" not in said + errors
     assert "6 jobs: 0 done and unchanged, 6 to run" in said and said.count("1 reproduced") == 6
@@ -31,7 +37,12 @@ def test_a_run_its_files_and_a_second_call(tree):
     before = (tree.folder("coin", 3) / "results.json").read_bytes()
     (tree.folder("coin", 4) / "results.json").write_bytes(before[:100])  # cut off, as by an older crash
     code, said, _ = tree.run(seeds="0,1,2,3,4,5", jobs=2)
-    assert code == 0 and "6 jobs: 5 done and unchanged, 1 to run" in said and "coin smoke s4: " in said and "not valid JSON" in said
+    assert (
+        code == 0
+        and "6 jobs: 5 done and unchanged, 1 to run" in said
+        and "coin smoke s4: " in said
+        and "not valid JSON" in said
+    )
     assert (tree.folder("coin", 3) / "results.json").read_bytes() == before and tree.done("coin", 4)
 
     code, said, _ = tree.run("coin", seeds="0,1", force=True, dry_run=True)
@@ -47,21 +58,24 @@ def test_dry_run_writes_nothing_and_threads_are_passed(tree):
         assert load_results(tree.folder("coin") / "results.json")["threads"] == 2
 
 
-@pytest.mark.parametrize("wrong, says", [
-    (dict(slugs=["coyn"]), "did you mean 'coin'"),
-    (dict(profile="fast"), "profile: one of smoke, cpu, gpu"),
-    (dict(seeds="0,x"), "whole numbers separated by commas, got 'x'"),
-    (dict(seeds="-1"), "seeds"),
-    (dict(jobs=0), "jobs"),
-    (dict(threads=100000), "threads"),
-    (dict(timeout=-3), "timeout"),
-    (dict(memory="much"), "memory"),
-    (dict(device="tpu"), "device: one of auto, cpu, cuda"),
-    (dict(model="./not/there"), "model"),
-    (dict(params={"seed": 1}), "params"),
-    (dict(commit_to="results"), "commit"),
-    (dict(nbs="/nowhere"), "no paper"),
-])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (dict(slugs=["coyn"]), "did you mean 'coin'"),
+        (dict(profile="fast"), "profile: one of smoke, cpu, gpu"),
+        (dict(seeds="0,x"), "whole numbers separated by commas, got 'x'"),
+        (dict(seeds="-1"), "seeds"),
+        (dict(jobs=0), "jobs"),
+        (dict(threads=100000), "threads"),
+        (dict(timeout=-3), "timeout"),
+        (dict(memory="much"), "memory"),
+        (dict(device="tpu"), "device: one of auto, cpu, cuda"),
+        (dict(model="./not/there"), "model"),
+        (dict(params={"seed": 1}), "params"),
+        (dict(commit_to="results"), "commit"),
+        (dict(nbs="/nowhere"), "no paper"),
+    ],
+)
 def test_usage_errors(tree, wrong, says):
     tree.paper("coin")
     with pytest.raises(UsageError, match=says):
@@ -76,11 +90,13 @@ def test_a_usage_error_is_one_line_and_exit_code_2(tree):
 
 
 def test_a_scheduler_that_is_not_there(tree):
+    pytest.importorskip("distributed")  # its import is not part of the ten seconds
+
     tree.paper("coin")
     start = time.monotonic()
     with pytest.raises(UsageError, match="no Dask scheduler answers at tcp://127.0.0.1:1"):
         reproduce(["coin"], out=tree.out, nbs=tree.nbs, scheduler="tcp://127.0.0.1:1")
-    assert time.monotonic() - start < 12  # ten seconds, and the import of Dask
+    assert time.monotonic() - start < 10
 
 
 def test_a_missing_extra_fails_its_own_job_only(tree):
@@ -92,13 +108,17 @@ def test_a_missing_extra_fails_its_own_job_only(tree):
 
 
 def test_gpu_without_a_gpu_is_not_run_with_the_reason(tree, monkeypatch):
-    tree.paper("coin", """
+    tree.paper(
+        "coin",
+        """
 from icl26.repro import Claim, Results
-res = Results("coin", area="games", title="A coin", profile=profile, seed=seed, device=device, model=model, out_dir=out_dir)
+res = Results("coin", area="games", title="A coin", profile=profile, seed=seed, device=device, model=model,
+              out_dir=out_dir)
 res.not_run_all([Claim("fair", statement="fair", source="Table 1", scale="paper", higher_is_better=True)])
 assert not res.running
 res.save()
-""")
+""",
+    )
     tree.env["CUDA_VISIBLE_DEVICES"] = ""
     code, said, _ = tree.run("coin", profile="gpu")
     claim = load_results(tree.folder("coin", profile="gpu") / "results.json")["claims"][0]
@@ -107,12 +127,18 @@ res.save()
 
 def test_each_job_sees_one_gpu(tree):
     for slug in ("one", "two"):  # each waits until the other has started
-        tree.paper(slug, measure(slug, before=f"""
+        tree.paper(
+            slug,
+            measure(
+                slug,
+                before=f"""
 import pathlib, time
 pathlib.Path(r"{tree.root}", "gpu-{slug}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 end = time.time() + 30
 while len(list(pathlib.Path(r"{tree.root}").glob("gpu-*"))) < 2 and time.time() < end: time.sleep(.05)
-"""))
+""",
+            ),
+        )
     tree.env["CUDA_VISIBLE_DEVICES"] = f"{tree.mark}-a,{tree.mark}-b"
     code, said, _ = tree.run(jobs=2)
     seen = {(tree.root / f"gpu-{slug}").read_text() for slug in ("one", "two")}

@@ -1,4 +1,5 @@
 """Every fault that the batch runner must survive, made for real; after each, no process of the run is left."""
+
 import json
 import os
 import signal
@@ -34,32 +35,61 @@ def test_notebooks_that_misbehave(tree):
     tree.paper("half", RECORD % "half" + "open(f'{out_dir}/results.json', 'w').write(json.dumps(record)[:200])")
     tree.paper("cut", RECORD % "cut" + "record['incomplete'] = 'the clock ran out'" + WRITE)
     code, said, errors = tree.run(jobs=2)
-    failed = {slug: tree.failure(slug) for slug in ("raises", "leaves", "silent", "untagged", "undeclared", "other", "half", "cut")}
+    failed = {
+        slug: tree.failure(slug)
+        for slug in ("raises", "leaves", "silent", "untagged", "undeclared", "other", "half", "cut")
+    }
     status = {slug: f["status"] for slug, f in failed.items()}
     assert code == 1 and tree.done("coin") and not any(tree.done(slug) for slug in failed), errors
-    assert status == {"raises": "failed", "leaves": "incomplete", "silent": "incomplete", "untagged": "refused", "undeclared": "refused",
-                      "other": "invalid", "half": "invalid", "cut": "incomplete"}
-    says = {"raises": "ZeroDivisionError", "leaves": "stopped in code cell 4 of 5; did it call sys.exit?", "silent": "wrote no results.json",
-            "untagged": "no cell is tagged 'parameters'", "undeclared": "does not declare the parameter 'model'",
-            "other": "parameter seed: 17 → 0", "half": "not valid JSON", "cut": "the clock ran out"}
+    assert status == {
+        "raises": "failed",
+        "leaves": "incomplete",
+        "silent": "incomplete",
+        "untagged": "refused",
+        "undeclared": "refused",
+        "other": "invalid",
+        "half": "invalid",
+        "cut": "incomplete",
+    }
+    says = {
+        "raises": "ZeroDivisionError",
+        "leaves": "stopped in code cell 4 of 5; did it call sys.exit?",
+        "silent": "wrote no results.json",
+        "untagged": "no cell is tagged 'parameters'",
+        "undeclared": "does not declare the parameter 'model'",
+        "other": "parameter seed: 17 → 0",
+        "half": "not valid JSON",
+        "cut": "the clock ran out",
+    }
     for slug, words in says.items():
         assert words in failed[slug]["reason"] and f"{slug} smoke s0: {status[slug].upper()}" in said
     assert "level(0)" in failed["raises"]["traceback"] and (tree.folder("raises") / "notebook.ipynb").exists()
     assert "8 of 9 jobs failed" in said and "Traceback" not in errors
 
 
-def test_kernels_that_hang_die_or_eat_memory(tree):
-    tree.paper("coin")
+def test_notebooks_that_hang(tree):
     tree.paper("sleeps", SLEEPS)
     tree.paper("inside", IN_C)
+    code, said, _ = tree.run(jobs=2, timeout=6)
+    assert code == 1 and [tree.failure(s)["status"] for s in ("sleeps", "inside")] == ["timeout", "timeout"]
+    assert said.count("TIMEOUT: ran longer than 6 s") == 2 and (tree.folder("inside") / "notebook.ipynb").exists()
+
+
+def test_kernels_that_die_eat_memory_or_leave_programs(tree):
+    tree.paper("coin")
     tree.paper("killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     tree.paper("crashes", "import ctypes; ctypes.string_at(0)")
     tree.paper("eats", "x = bytearray(4 * 2**30)")
-    tree.paper("leaves", measure("leaves", after="import subprocess\nsubprocess.Popen(['sleep', '3611'], start_new_session=True, env={})"))
-    code, said, errors = tree.run(jobs=2, timeout=6, memory=2)
-    status = {s: tree.failure(s)["status"] for s in ("sleeps", "inside", "killed", "crashes", "eats")}
+    tree.paper(
+        "leaves",
+        measure(
+            "leaves", after="import subprocess\nsubprocess.Popen(['sleep', '3611'], start_new_session=True, env={})"
+        ),
+    )
+    code, said, errors = tree.run(jobs=2, memory=2)
+    status = {s: tree.failure(s)["status"] for s in ("killed", "crashes", "eats")}
     assert code == 1 and tree.done("coin") and tree.done("leaves"), (said, errors)
-    assert status == {"sleeps": "timeout", "inside": "timeout", "killed": "died", "crashes": "died", "eats": "memory"}, said
+    assert status == {"killed": "died", "crashes": "died", "eats": "memory"}, said
     assert "SIGKILL" in tree.failure("killed")["reason"] and "SIGSEGV" in tree.failure("crashes")["reason"]
     assert "Segmentation fault" in tree.failure("crashes")["traceback"]
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "3611"]]
@@ -68,13 +98,19 @@ def test_kernels_that_hang_die_or_eat_memory(tree):
 def test_a_worker_killed_by_its_notebook(tree):
     once = tree.root / "once"
     tree.paper("coin")
-    tree.paper("kills-once", measure("kills-once", before=f"""
+    tree.paper(
+        "kills-once",
+        measure(
+            "kills-once",
+            before=f"""
 import os, pathlib, signal, time
 if not pathlib.Path({str(once)!r}).exists():
     pathlib.Path({str(once)!r}).touch()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
-"""))
+""",
+        ),
+    )
     tree.paper("kills-always", "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)")
     code, said, errors = tree.run(jobs=1)
     assert code == 1 and tree.done("coin") and tree.done("kills-once"), (said, errors)
@@ -92,7 +128,12 @@ def test_an_output_folder_that_cannot_be_written(tree):
     (tree.out / "games").mkdir(parents=True)
     (tree.out / "games/coin").write_text("not a folder")  # root, too, cannot write below a file
     code, said, errors = tree.run(jobs=2)
-    assert code == 1 and tree.done("dice") and "coin smoke s0: FAILED: cannot write to" in said and "Traceback" not in said + errors
+    assert (
+        code == 1
+        and tree.done("dice")
+        and "coin smoke s0: FAILED: cannot write to" in said
+        and "Traceback" not in said + errors
+    )
 
 
 FULL = """
@@ -108,8 +149,24 @@ def on_small_disk(tree: Tree, size: str, *slugs: str) -> subprocess.CompletedPro
     (tree.root / "driver.py").write_text("import shutil, sys\n" + DRIVER_KEEPS)
     request = json.dumps({"slugs": slugs, "out": str(tree.out), "nbs": str(tree.nbs)})
     unshare = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
-    result = subprocess.run([*unshare, "sh", "-c", FULL.format(size=size), "sh", str(tree.out), sys.executable, str(tree.root / "driver.py"),
-                             request, str(tree.root / "kept")], env=tree.env, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [
+            *unshare,
+            "sh",
+            "-c",
+            FULL.format(size=size),
+            "sh",
+            str(tree.out),
+            sys.executable,
+            str(tree.root / "driver.py"),
+            request,
+            str(tree.root / "kept"),
+        ],
+        env=tree.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if result.returncode == 77 or "unshare" in result.stderr:
         pytest.skip(f"no private mounts here: {result.stderr.strip()}")
     tree.assert_nothing_left()
@@ -128,7 +185,11 @@ if __name__ == "__main__":
 
 
 def test_a_disk_that_fills_up(tree):
-    tree.paper("big", "from pathlib import Path", measure("big", before="open(f'{out_dir}/data', 'wb').write(bytes(4 * 2**20))"))
+    tree.paper(
+        "big",
+        "from pathlib import Path",
+        measure("big", before="open(f'{out_dir}/data', 'wb').write(bytes(4 * 2**20))"),
+    )
     tree.paper("coin")
     result = on_small_disk(tree, "1m")
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
@@ -153,7 +214,7 @@ def test_ctrl_c_a_second_run_and_going_on(tree):
     os.killpg(process.pid, signal.SIGINT)  # an impatient user
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in errors, errors
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 40
     tree.assert_nothing_left()
     assert tree.done("acoin") and (tree.out / "report.html").exists()
     assert not tree.folder("sleeps").exists() and not tree.folder("inside").exists()
@@ -172,5 +233,5 @@ def test_a_runner_that_is_ended(tree, signum, code):
     process.send_signal(signum)
     process.communicate(timeout=60)
     assert process.returncode == code
-    until(lambda: not tree.processes(), 15)
+    until(lambda: not tree.processes(), 20)
     assert tree.run("coin")[0] == 0  # the lock is free again, and what was half-written is swept away

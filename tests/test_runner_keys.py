@@ -1,4 +1,5 @@
 """What a finished job depends on: each edit runs exactly the jobs again that it concerns, and says why."""
+
 import shutil
 
 import pytest
@@ -9,10 +10,12 @@ import icl26
 
 @pytest.fixture
 def tree(tmp_path):
-    "A checkout of its own: a copy of the package with two more modules, a distribution that can be edited, and four papers."
+    "A checkout: a copy of the package with two more modules, a distribution that can be edited, and four papers."
     tree = Tree(tmp_path)
     source = icl26.__path__[0]
-    shutil.copytree(source, tmp_path / "icl26", ignore=shutil.ignore_patterns("__pycache__", "notebooks", "results_data"))
+    shutil.copytree(
+        source, tmp_path / "icl26", ignore=shutil.ignore_patterns("__pycache__", "notebooks", "results_data")
+    )
     (tmp_path / "settings.ini").write_text("")
     games = tmp_path / "icl26/games"
     games.mkdir()
@@ -24,7 +27,10 @@ def tree(tmp_path):
     tree.env["PYTHONPATH"] = str(tmp_path)
     tree.paper("module", "from icl26.games.play import play", measure("module"))
     tree.paper("package", "import dicelib", measure("package"))
-    folder = tree.paper("data", measure("data", before="import hashlib\nrecord['data_hashes'] = {'rolls.csv': 'as recorded', 'drawn': 'abc'}"))
+    folder = tree.paper(
+        "data",
+        measure("data", before="import hashlib\nrecord['data_hashes'] = {'rolls.csv': 'as recorded', 'drawn': 'abc'}"),
+    )
     (folder / "rolls.csv").write_text("1,2,3")
     tree.paper("weights", parameters=PARAMETERS)
     return tree
@@ -54,7 +60,9 @@ def test_each_edit_runs_what_depends_on_it(tree):
 
     tools = tree.root / "icl26/games/tools.py"
     kept = tools.read_text()
-    tools.write_text(kept.replace("a comment", "another comment"))  # imported inside a function of a module that the notebook imports
+    tools.write_text(
+        kept.replace("a comment", "another comment")
+    )  # imported inside a function of a module that the notebook imports
     assert planned(tree) == {"module": "module icl26.games.tools changed"}
     tools.write_text(kept)
     assert planned(tree) == {}  # the content counts, not the time
@@ -72,7 +80,11 @@ def test_each_edit_runs_what_depends_on_it(tree):
     assert device == dict.fromkeys(["data", "module", "package", "weights"], "parameter device: 'auto' → 'cpu'")
 
     tree.paper("weights", measure("weights", after="# a cell's comment"))
-    tree.paper("data", measure("data", before="import hashlib\nrecord['data_hashes'] = {'rolls.csv': 'as recorded', 'drawn': 'abc'}"), front="Prose.")
+    tree.paper(
+        "data",
+        measure("data", before="import hashlib\nrecord['data_hashes'] = {'rolls.csv': 'as recorded', 'drawn': 'abc'}"),
+        front="Prose.",
+    )
     assert planned(tree) == {"weights": "notebook changed"}  # prose does not count
 
     tools.write_text(kept + "# the end\n")

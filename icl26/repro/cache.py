@@ -100,8 +100,10 @@ def read_tensors(path: Path) -> dict:
 
 # %% ../../nbs/repro/02_cache.ipynb #bd42a417
 KINDS = {
-    "json": (lambda path, x: path.write_text(json.dumps(x, ensure_ascii=False), encoding="utf-8"),
-             lambda path: json.loads(path.read_text(encoding="utf-8"))),
+    "json": (
+        lambda path, x: path.write_text(json.dumps(x, ensure_ascii=False), encoding="utf-8"),
+        lambda path: json.loads(path.read_text(encoding="utf-8")),
+    ),
     "npz": (write_npz, read_npz),
     "safetensors": (write_tensors, read_tensors),
 }
@@ -132,7 +134,13 @@ def write_entry(folder: Path, kind: str, key: Mapping, value: object, seconds: f
         KINDS[kind][0](part / f"value.{kind}", value)
         with open(part / f"value.{kind}", "rb") as f:
             digest = hashlib.file_digest(f, "sha256").hexdigest()
-        entry = {"key": plain(key), "kind": kind, "sha256": digest, "build_s": round(seconds, 3), "created": int(time.time())}
+        entry = {
+            "key": plain(key),
+            "kind": kind,
+            "sha256": digest,
+            "build_s": round(seconds, 3),
+            "created": int(time.time()),
+        }
         (part / "entry.json").write_text(json.dumps(entry, indent=1, ensure_ascii=False), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
@@ -178,7 +186,7 @@ def cached(
     kind: str = "json",  # "json", "npz" (dict of arrays) or "safetensors" (dict of tensors)
     code: Iterable = (),  # functions, classes, modules or packages whose source belongs to the key
 ) -> object:  # what `build()` returns, as read back from the file
-    "The value of `build()` from the cache; built under a lock where it is missing or damaged. ValueError, TypeError, OSError."
+    "The value of `build()` from the cache; built under a lock if missing or damaged. ValueError, TypeError, OSError."
     if kind not in KINDS:
         raise ValueError(f"kind: one of {', '.join(KINDS)}, got {kind!r}")
     if not isinstance(key, Mapping):
@@ -200,11 +208,13 @@ def entry_lock(folder: Path) -> object:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(f"{folder}.lock").acquire()
     except OSError as e:
-        raise OSError(f"cannot write to the cache folder {cache_folder()} ({e}); set ICL26_CACHE to one that can be written") from e
+        raise OSError(
+            f"cannot write to the cache folder {cache_folder()} ({e}); set ICL26_CACHE to one that can be written"
+        ) from e
 
 
 def build_entry(folder: Path, kind: str, key: Mapping, build: Callable) -> object:
-    "Build, write and read back one entry under its lock; a hit if another process was faster. OSError if it does not read back."
+    "Build, write and read back an entry under its lock; a hit if another process was faster. OSError if damaged."
     with entry_lock(folder):
         value = read_entry(folder, kind)
         if value is not MISSING:

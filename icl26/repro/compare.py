@@ -14,7 +14,7 @@ from .report import Run, find_runs
 
 # %% ../../nbs/repro/07_compare.ipynb #2c5cd097
 def shifted(a: Mapping, b: Mapping) -> bool:
-    "Whether two records of a claim measured different things: intervals that do not touch, or (without intervals) other numbers."
+    "Whether two records of a claim differ: intervals that do not touch or, without intervals, other numbers."
     ends = [r.get(k) for r in (a, b) for k in ("ci_low", "ci_high")]
     if None in ends:
         return a.get("measured") != b.get("measured")
@@ -39,7 +39,7 @@ def moved(
     a: str | Path,  # a folder of runs, or of committed results
     b: str | Path,  # another
 ) -> list[tuple]:  # (paper, profile, seed, claim, what, record in a, record in b)
-    "Claims that differ between two folders. Papers, profiles and seeds that only one of them ran are left out. UsageError if one is empty."
+    "Claims that differ between two folders, of the runs that both have. UsageError if one is empty."
     old, new = claims_of(find_runs(a)), claims_of(find_runs(b))
     both = {k[:3] for k in old} & {k[:3] for k in new}
     keys = sorted(k for k in old.keys() | new.keys() if k[:3] in both)
@@ -51,7 +51,7 @@ def compare(
     a: str | Path,  # a folder of runs, or of committed results
     b: str | Path,  # another
 ) -> int:  # 0: no verdict moved · 1: one did, or a claim came or went
-    "Print which claims moved from run `a` to run `b`. UsageError if a folder holds no results or they have no run in common."
+    "Print which claims moved from run `a` to run `b`. UsageError if they have no run in common."
     from icl26.repro.papers import UsageError
 
     runs = [{k[:3] for k in claims_of(find_runs(x))} for x in (a, b)]

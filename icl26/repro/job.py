@@ -49,14 +49,16 @@ class Job:
 
 # %% ../../nbs/repro/04_job.ipynb #d201ba3e
 def declared(notebook: Path) -> dict:
-    "The parameters of a notebook and their defaults. UsageError without a cell tagged parameters, or if one is not a literal."
+    "The parameters of a notebook with their defaults. UsageError without such a cell, or if one is not a literal."
     cells = [c for c in cells_of(notebook) if "parameters" in c.get("metadata", {}).get("tags", [])]
     if not cells:
         raise UsageError(f"{notebook.name}: no cell is tagged 'parameters'; it would run with its own defaults")
     found = {}
     for node in ast.parse(cells[0]["source"]).body:
         if not isinstance(node, ast.Assign) or not all(isinstance(t, ast.Name) for t in node.targets):
-            raise UsageError(f"{notebook.name}: the parameters cell may hold `name = literal` lines only, got {ast.unparse(node)!r}")
+            raise UsageError(
+                f"{notebook.name}: the parameters cell may hold `name = literal` lines only, got {ast.unparse(node)!r}"
+            )
         try:
             found |= {t.id: ast.literal_eval(node.value) for t in node.targets}
         except ValueError:
@@ -75,7 +77,7 @@ def lacking(
     distribution: str,  # an installed distribution
     extra: str,  # one of its extras
 ) -> list[str]:
-    "Requirements of `distribution[extra]` that are not installed, or not in the version asked for; nested extras included."
+    "Requirements of `distribution[extra]` that are missing or have another version; nested extras included."
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
@@ -138,7 +140,13 @@ def take_gpu(
     return gpus[os.getpid() % len(gpus)], None
 
 # %% ../../nbs/repro/04_job.ipynb #c8545f04
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
 LAUNCH = """
 import resource, runpy, sys
 limit = int(sys.argv.pop(1))
@@ -154,7 +162,7 @@ def kernel_env(job: Job, gpu: str | None) -> dict:
 
 
 def short_folder() -> str:
-    "A new private folder with a path short enough for a socket (a path longer than 100 bytes is refused by the system)."
+    "A new private folder with a path short enough for a socket (the system refuses one over 100 bytes)."
     parent = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="icl26-", dir=parent if len(parent) < 50 else "/tmp")
 
@@ -283,7 +291,13 @@ def plain_text(lines: Iterable, last: int = 14) -> str:
 def death(kernel: type, log: Path) -> tuple[str, str]:
     "How a kernel died: a sentence with its signal or exit code, and what it wrote at the end."
     code = kernel.exit
-    how = "died" if code is None else f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    how = (
+        "died"
+        if code is None
+        else f"was ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exited with code {code}"
+    )
     words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     crash = words.find("Fatal Python error")  # what faulthandler writes, the innermost frames first
     return f"the kernel {how}", plain_text(words[crash:].splitlines()[:14] if crash >= 0 else words.splitlines())
@@ -306,7 +320,7 @@ def explained(error: Exception, kernel: type, log: Path, job: Job) -> tuple[str,
 
 # %% ../../nbs/repro/04_job.ipynb #4ad892b4
 def execute(job: Job, staging: Path, gpu: str | None) -> tuple[str, str, str, int]:
-    "Run the notebook into `staging`: (status, reason, traceback, peak resident MB); status '' if papermill found nothing wrong."
+    "Run the notebook into `staging`: (status, reason, traceback, peak MB); status '' if papermill found nothing."
     import papermill
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # it repeats on stderr what the record says
@@ -317,9 +331,17 @@ def execute(job: Job, staging: Path, gpu: str | None) -> tuple[str, str, str, in
     watch.start()
     try:
         papermill.execute_notebook(
-            str(job.paper.reproduction), str(staging / "notebook.ipynb"), parameters={**job.params, "out_dir": str(staging)},
-            kernel_name="python3", language="python", progress_bar=False, start_timeout=120, timeout_func=left,
-            kernel_manager_class=kernel, resources={"metadata": {"path": str(job.paper.folder)}})
+            str(job.paper.reproduction),
+            str(staging / "notebook.ipynb"),
+            parameters={**job.params, "out_dir": str(staging)},
+            kernel_name="python3",
+            language="python",
+            progress_bar=False,
+            start_timeout=120,
+            timeout_func=left,
+            kernel_manager_class=kernel,
+            resources={"metadata": {"path": str(job.paper.folder)}},
+        )
         found = "", "", ""
     except Exception as error:  # every way to fail becomes a record
         found = explained(error, kernel, log, job)
@@ -378,8 +400,17 @@ def publish(staging: Path, folder: Path, names: Iterable) -> None:
 
 def outcome(job: Job, status: str, reason: str = "", **more: object) -> dict:
     "The record of how a job ended."
-    return {"paper": job.paper.slug, "area": job.paper.area, "title": job.paper.title, **{k: job.params[k] for k in ("profile", "seed")},
-            "status": status, "reason": reason, "host": socket.gethostname(), "threads": job.threads, **more}
+    return {
+        "paper": job.paper.slug,
+        "area": job.paper.area,
+        "title": job.paper.title,
+        **{k: job.params[k] for k in ("profile", "seed")},
+        "status": status,
+        "reason": reason,
+        "host": socket.gethostname(),
+        "threads": job.threads,
+        **more,
+    }
 
 
 def write_failure(job: Job, staging: Path, record: dict) -> None:
@@ -414,7 +445,9 @@ def refusal(job: Job) -> tuple[str, str]:
         return "missing", str(e)
     try:
         if job.paper.reproduction is None or not job.paper.reproduction.is_file():
-            raise UsageError(f"{job.paper.slug}: no reproduction notebook in {job.paper.folder} on {socket.gethostname()}")
+            raise UsageError(
+                f"{job.paper.slug}: no reproduction notebook in {job.paper.folder} on {socket.gethostname()}"
+            )
         check_declared(job.paper.reproduction, [*job.params, "out_dir"])
     except (UsageError, SyntaxError) as e:
         return "refused", str(e)
@@ -437,7 +470,9 @@ def attempt(job: Job, staging: Path) -> dict:
             lock.release()
     if not status:
         status, reason = settle(job, staging, key)
-    return outcome(job, status, reason, traceback=trace, wall_s=round(time.monotonic() - start, 1), peak_rss_mb=peak, gpu=gpu)
+    return outcome(
+        job, status, reason, traceback=trace, wall_s=round(time.monotonic() - start, 1), peak_rss_mb=peak, gpu=gpu
+    )
 
 # %% ../../nbs/repro/04_job.ipynb #20c695bb
 def run_one(
@@ -454,7 +489,9 @@ def run_one(
     except OSError as e:
         record = outcome(job, "failed", f"cannot write to {e.filename or job.folder}: {e.strerror or e}", wall_s=0.0)
     except Exception as e:  # a fault of ours must not take the worker with it
-        record = outcome(job, "failed", f"{type(e).__name__}: {e}", traceback=plain_text(traceback.format_exception(e)), wall_s=0.0)
+        record = outcome(
+            job, "failed", f"{type(e).__name__}: {e}", traceback=plain_text(traceback.format_exception(e)), wall_s=0.0
+        )
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return record

@@ -36,7 +36,7 @@ def package_folder() -> Path:
 
 
 def data_folder(variable: str, checkout: str, installed: str) -> Path:
-    "The folder that `variable` names, else `checkout` beside the package, else `installed` inside it. UsageError if there is none."
+    "The folder that `variable` names, else `checkout` beside the package, else `installed` inside it. UsageError."
     if named := os.environ.get(variable):
         if not Path(named).is_dir():
             raise UsageError(f"{variable}={named}: there is no such folder")
@@ -104,16 +104,27 @@ def last_numbered(folder: Path) -> Path | None:
 
 
 def paper_at(index: Path) -> Paper | None:
-    "The paper whose page is `index`, None if the page is not a paper's. UsageError if it stands in another folder than it says."
+    "The paper whose page is `index`, None if it is not a paper's. UsageError if it is not in the folder that it says."
     fields = front_matter(index)
     if "paper" not in fields:
         return None
     folder, extras = index.parent, fields.get("extras", [])
     slug, area = fields["paper"], fields.get("area", "")
     if (folder.parent.name, folder.name) != (area, slug):
-        raise UsageError(f"{index}: says area {area!r} and paper {slug!r}, but stands in {folder.parent.name}/{folder.name}")
-    return Paper(slug, area, fields["title"], fields["description"], folder, last_numbered(folder),
-                 tuple(extras if isinstance(extras, list) else extras.split()), fields.get("use", ""), fields.get("arxiv", ""))
+        raise UsageError(
+            f"{index}: says area {area!r} and paper {slug!r}, but stands in {folder.parent.name}/{folder.name}"
+        )
+    return Paper(
+        slug,
+        area,
+        fields["title"],
+        fields["description"],
+        folder,
+        last_numbered(folder),
+        tuple(extras if isinstance(extras, list) else extras.split()),
+        fields.get("use", ""),
+        fields.get("arxiv", ""),
+    )
 
 
 def find_papers(
@@ -145,7 +156,10 @@ def code_of(notebook: Path) -> list[str]:
 
 def parsed(source: str, where: str) -> ast.AST:
     "The syntax tree of a cell or module, without IPython's magic lines. UsageError for a syntax error."
-    lines = [" " * (len(s) - len(s.lstrip())) + "pass" if s.lstrip().startswith(("%", "!", "?")) else s for s in source.splitlines()]
+    lines = [
+        " " * (len(s) - len(s.lstrip())) + "pass" if s.lstrip().startswith(("%", "!", "?")) else s
+        for s in source.splitlines()
+    ]
     try:
         return ast.parse("\n".join(lines) if not source.startswith("%%") else "")
     except SyntaxError as e:
@@ -233,7 +247,7 @@ def distributions() -> dict[str, tuple]:
 def pins(
     names: Iterable,  # top-level names of imported modules
 ) -> dict[str, str]:
-    "`{distribution: version}` of what is installed among `names`; the standard library and missing packages are left out."
+    "`{distribution: version}` of what is installed among `names`, without the standard library."
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

@@ -26,7 +26,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .job import Job, checked, echoed_otherwise, end_processes, outcome, run_one, start_worker, visible_gpus, write_failure
+from icl26.repro.job import (
+    Job,
+    checked,
+    echoed_otherwise,
+    end_processes,
+    outcome,
+    run_one,
+    start_worker,
+    visible_gpus,
+    write_failure,
+)
 from .papers import Paper, UsageError, content_key, differences, find_paper, find_papers, measured, number
 from .results import DEVICES, PROFILES, load_results, write_text
 
@@ -50,7 +60,11 @@ class Options:
         return {"profile": self.profile, "seed": seed, "device": self.device, "model": self.model, **self.params}
 
 
-LIMITS = {"smoke": (300.0, 4.0), "cpu": (3600.0, 12.0), "gpu": (None, None)}  # seconds, GB: several times the budget of a profile
+LIMITS = {
+    "smoke": (300.0, 4.0),
+    "cpu": (3600.0, 12.0),
+    "gpu": (None, None),
+}  # seconds, GB: several times the budget of a profile
 
 
 def parse_seeds(seeds: object) -> tuple[int, ...]:
@@ -96,7 +110,7 @@ def cores() -> int:
 
 
 def local_model(model: str | None) -> str | None:
-    "A Hub id as it is, a local path absolute (notebooks run in folders of their own). UsageError for a path that is not there."
+    "A Hub id as it is, a local path absolute (notebooks run in their own folders). UsageError if it is not there."
     if model is None:
         return None
     path = Path(model).expanduser()
@@ -127,9 +141,17 @@ def options(
     if clash := set(params or {}) & {"profile", "seed", "device", "model", "out_dir"}:
         raise UsageError(f"params: {min(clash)!r} has an argument of its own")
     default_s, default_gb = LIMITS[profile]
-    return Options(profile, parse_seeds(seeds), positive("jobs", jobs, int) or max(1, cores() // threads), threads,
-                   positive("timeout", timeout) or default_s, positive("memory", memory) or default_gb, device, local_model(model),
-                   dict(params or {}))
+    return Options(
+        profile,
+        parse_seeds(seeds),
+        positive("jobs", jobs, int) or max(1, cores() // threads),
+        threads,
+        positive("timeout", timeout) or default_s,
+        positive("memory", memory) or default_gb,
+        device,
+        local_model(model),
+        dict(params or {}),
+    )
 
 # %% ../../nbs/repro/05_runner.ipynb #d24727b2
 def reasons(
@@ -165,8 +187,20 @@ def unfinished(folder: Path) -> str:
 # %% ../../nbs/repro/05_runner.ipynb #ba82d6a1
 def make_jobs(papers: Iterable, opts: Options, out: Path, run: str) -> list[Job]:
     "One job a paper and seed, in the order of the papers."
-    return [Job(paper, opts.parameters(seed), out / paper.area / paper.slug / f"{opts.profile}-s{seed}", run, out / f".stop-{run}",
-                opts.threads, opts.timeout, opts.memory) for paper in papers for seed in opts.seeds]
+    return [
+        Job(
+            paper,
+            opts.parameters(seed),
+            out / paper.area / paper.slug / f"{opts.profile}-s{seed}",
+            run,
+            out / f".stop-{run}",
+            opts.threads,
+            opts.timeout,
+            opts.memory,
+        )
+        for paper in papers
+        for seed in opts.seeds
+    ]
 
 
 def plan(jobs: Iterable, force: bool = False) -> list[tuple[Job, list]]:
@@ -205,7 +239,9 @@ class LocalPool:
         from multiprocessing import get_context
 
         self.close()
-        self.pool = ProcessPoolExecutor(self.window, mp_context=get_context("spawn"), initializer=start_worker, initargs=(self.run,))
+        self.pool = ProcessPoolExecutor(
+            self.window, mp_context=get_context("spawn"), initializer=start_worker, initargs=(self.run,)
+        )
 
     def close(self) -> None:
         "End the workers, and every kernel that they have left."
@@ -232,18 +268,28 @@ def connect(scheduler: str, wait_s: float = 8) -> object:
         from distributed import Client
     except ImportError:
         raise UsageError('scheduler: Dask is not installed: pip install "icl26[cluster]"') from None
-    for name in ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched", "tornado.application"):
+    for name in (
+        "distributed.client",
+        "distributed.core",
+        "distributed.comm",
+        "distributed.batched",
+        "tornado.application",
+    ):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its warnings are ours to report
     try:
         client = Client(scheduler, timeout=wait_s, set_as_default=False)
     except (OSError, ValueError, TypeError) as e:
-        raise UsageError(f"scheduler: no Dask scheduler answers at {scheduler} ({type(e).__name__}); "
-                         "start one with `dask scheduler`, or leave the option out") from None
+        raise UsageError(
+            f"scheduler: no Dask scheduler answers at {scheduler} ({type(e).__name__}); "
+            "start one with `dask scheduler`, or leave the option out"
+        ) from None
     try:
         client.wait_for_workers(1, timeout=wait_s)
     except TimeoutError:
         client.close()
-        raise UsageError(f"scheduler: {scheduler} has no workers; start them with `dask worker {scheduler} --nthreads 1`") from None
+        raise UsageError(
+            f"scheduler: {scheduler} has no workers; start them with `dask worker {scheduler} --nthreads 1`"
+        ) from None
     return client
 
 # %% ../../nbs/repro/05_runner.ipynb #0bd010d9
@@ -339,7 +385,7 @@ def run_jobs(
         for future in running:  # empty unless the run is interrupted
             future.cancel()
 
-
+# %% ../../nbs/repro/05_runner.ipynb #5e0ea868
 def collect(running: dict, done: Callable) -> list[Job]:
     "Wait up to half a second, hand on what has finished; the jobs whose workers died."
     dead = []
@@ -352,7 +398,7 @@ def collect(running: dict, done: Callable) -> list[Job]:
             done(job, record)
     return dead
 
-
+# %% ../../nbs/repro/05_runner.ipynb #a3e73812
 def again(dead: list, waiting: deque, deaths: Counter, done: Callable) -> None:
     "Queue the jobs of a broken pool once more, or give them up."
     for job in reversed(dead):
@@ -372,7 +418,9 @@ def locked(out: Path):
         out.mkdir(parents=True, exist_ok=True)
         lock = FileLock(out / ".lock", thread_local=False)
         lock.acquire(timeout=0)
-        write_text(out / ".run", f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        write_text(
+            out / ".run", f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        )
     except Timeout:
         who = (out / ".run").read_text(encoding="utf-8") if (out / ".run").exists() else "unknown"
         raise UsageError(f"{out}: another run is using this folder ({who})") from None
@@ -409,7 +457,7 @@ def terminable():
     finally:
         signal.signal(signal.SIGTERM, before)
 
-
+# %% ../../nbs/repro/05_runner.ipynb #df6eee01
 @contextmanager
 def undisturbed():
     "Ctrl-C and SIGTERM are ignored inside."
@@ -428,7 +476,9 @@ def stop_jobs(stop: Path, pool: object, seconds: float = 8) -> None:
         try:
             stop.touch()
             end = time.monotonic() + seconds
-            while time.monotonic() < end and list(stop.parent.glob(f"*/*/.*.{stop.name.removeprefix('.stop-')}.*.part")):
+            while time.monotonic() < end and list(
+                stop.parent.glob(f"*/*/.*.{stop.name.removeprefix('.stop-')}.*.part")
+            ):
                 time.sleep(0.2)
         except OSError:  # a full disk: the pool ends them
             pass
@@ -480,14 +530,23 @@ def outcome_table(jobs: Iterable) -> str:
     for job in jobs:
         path = job.folder / "results.json"
         for c in load_results(path)["claims"] if path.exists() and not checked(path, job.params)[0] else []:
-            rows.append((job.paper.slug, str(job.params["seed"]), textwrap.shorten(c["id"], 28), textwrap.shorten(
-                number(c.get("paper_value")), 20, placeholder="…"), measured(c), c["scale"], c["verdict"]))
+            rows.append(
+                (
+                    job.paper.slug,
+                    str(job.params["seed"]),
+                    textwrap.shorten(c["id"], 28),
+                    textwrap.shorten(number(c.get("paper_value")), 20, placeholder="…"),
+                    measured(c),
+                    c["scale"],
+                    c["verdict"],
+                )
+            )
     widths = [max(len(row[i]) for row in rows) for i in range(7)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def commit_results(jobs: Iterable, target: Path) -> list[Path]:
-    "Copy each paper's results.json of its first seed to `target/<area>/<slug>/`; only of jobs that are done and unchanged."
+    "Copy each paper's results.json of its first seed to `target/<area>/<slug>/`, if that job is done and unchanged."
     copied, seen = [], set()
     for job in jobs:
         if job.paper.slug in seen or reasons(job):
@@ -523,12 +582,14 @@ def run_planned(planned: list, opts: Options, out: Path, scheduler: str | None) 
 
 # %% ../../nbs/repro/05_runner.ipynb #dd16635e
 def finish(jobs: list, out: Path, progress: Progress | None, commit_to: Path | None) -> int:
-    "Print the table, write the report, copy results to commit; the exit code. `progress` is None if the run was interrupted."
+    "Print the table, write the report, copy results to commit; the exit code. `progress` is None after Ctrl-C."
     from icl26.repro.report import report
 
     print("\n" + outcome_table(jobs))
     try:
-        print(f"\nreport: {report(out)}" if any(out.glob("*/*/*/*.json")) else "\nno job has ended, so there is no report")
+        print(
+            f"\nreport: {report(out)}" if any(out.glob("*/*/*/*.json")) else "\nno job has ended, so there is no report"
+        )
         for path in commit_results(jobs, commit_to) if commit_to and progress else []:
             print(f"committed: {path}")
     except OSError as e:
@@ -561,9 +622,18 @@ def reproduce(
     commit_to: str | Path | None = None,  # copy results.json of the cpu runs below this folder
     nbs: str | Path | None = None,  # the folder of the notebooks; None: as `find_papers`
 ) -> int:  # exit code: 0 all ran, 1 something failed, 130 interrupted
-    "Run reproductions, skip what is done and unchanged, print the outcome, write the report. UsageError for a wrong argument."
-    opts = options(profile=profile, seeds=seeds, jobs=jobs, threads=threads, timeout=timeout, memory=memory, device=device,
-                   model=model, params=params)
+    "Run reproductions, skip what is done and unchanged, print the outcome, write the report. UsageError."
+    opts = options(
+        profile=profile,
+        seeds=seeds,
+        jobs=jobs,
+        threads=threads,
+        timeout=timeout,
+        memory=memory,
+        device=device,
+        model=model,
+        params=params,
+    )
     if commit_to is not None and profile != "cpu":
         raise UsageError(f"commit: results of profile cpu are committed, not of {profile!r}")
     papers = [find_paper(s, nbs) for s in dict.fromkeys(slugs)] or [p for p in find_papers(nbs) if p.reproduction]
@@ -587,7 +657,9 @@ def run_locked(jobs: list, opts: Options, out: Path, scheduler: str | None, forc
             print(describe_plan(planned))
             fit = max(1, cores() // opts.threads)
             if opts.jobs > fit and not scheduler:
-                print(f"jobs: {fit} at a time instead of {opts.jobs}, for {cores()} cores and {opts.threads} threads a job")
+                print(
+                    f"jobs: {fit} at a time instead of {opts.jobs}: {cores()} cores, {opts.threads} threads a job"
+                )
             sys.stdout.flush()
             progress = run_planned(planned, opts, out, scheduler)
     except KeyboardInterrupt:
