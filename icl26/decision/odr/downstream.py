@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from ..envs import make_env, set_params
-from .simulators import LinearGaussianSimulator, PendulumSimulator, Transitions
+from ..envs import MujocoSim, make_env, set_params
+from .dropo import DROPO, uniforms
+from .mle import ODR, point_estimate
+from .simulators import LinearGaussianSimulator, PendulumSimulator, Transitions, robot_log
 
 # %% ../../../nbs/decision/odr/04_downstream.ipynb #f1db1e32
 @dataclass(frozen=True)
@@ -139,9 +141,6 @@ def lqr_randomizations(
     dropo_budget: int = 0,  # objective evaluations; 0 leaves DROPO out
 ) -> dict[str, np.ndarray]:  # name -> (M, 2) parameters to train on
     "What each method would train a policy on, given the log."
-    from icl26.decision.odr.dropo import DROPO, uniforms
-    from icl26.decision.odr.mle import ODR, point_estimate
-
     sim, low, high = problem.simulator(), *problem.bounds.T
     fit = ODR(sim, seed=seed).fit(data)
     out = {"UDR": low + (high - low) * uniforms(draws, 2, seed), "ODR": fit.sample(draws, seed),
@@ -430,10 +429,6 @@ def robot_transfer(
     threads: int | None = None,  # of the simulator while DROPO fits
 ) -> dict[str, np.ndarray]:  # return of UDR and DROPO (seeds,), truth, fit (seeds, d)
     "Mean return on the real robot of policies trained under uniform and under fitted randomization."
-    from icl26.decision.envs import MujocoSim
-    from icl26.decision.odr.dropo import DROPO
-    from icl26.decision.odr.simulators import robot_log
-
     sim = MujocoSim(env_id, params, threads=threads)
     truths = np.stack([np.random.default_rng([seed, 11]).uniform(*sim.bounds.T) for seed in seeds])
     fits = [
