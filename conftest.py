@@ -57,6 +57,7 @@ class NotebookFile(pytest.File):
     def collect(self):
         item = NotebookItem.from_parent(self, name=self.path.stem)
         item.add_marker("notebook")
+        item.add_marker(pytest.mark.timeout(0))                    # its limit is --nb-timeout, kept by the forker
         yield item
 
 

@@ -105,6 +105,12 @@ def test_endless_loop_is_ended_and_located(project):
     assert not running("99.125"), "what the notebook had started lives on"
 
 
+def test_pytests_own_time_limit_does_not_cut_a_notebook_short(project):
+    project.notebook("00_long", "import time\ntime.sleep(3)")
+    project.notebook("01_good", "assert True")
+    assert "2 passed" in project.pytest("--timeout=1", "--nb-timeout=30")
+
+
 def test_endless_loop_in_c_code(project):
     project.notebook("00_bad", "'a' * 3\nsum(1 for _ in iter(int, 1))")
     out = project.pytest("--nb-timeout=2")

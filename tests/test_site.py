@@ -116,7 +116,7 @@ def test_the_tables_of_papers_come_from_the_results(site):
 def test_a_broken_link_fails_the_build_and_keep_going_says_it(tmp_path):
     top = copy_checkout(tmp_path / "copy", folders=("icl26",))
     (top / "nbs").mkdir()
-    for name in ("_quarto.yml", "styles.css"):
+    for name in ("_quarto.yml", "styles.css", "icon.svg"):
         shutil.copy(ROOT / "nbs" / name, top / "nbs" / name)
     cells = [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# Home\n\n> x\n\n[lost](00_lost.ipynb)"}]
     cells += [{"cell_type": "markdown", "id": "b", "metadata": {}, "source": "[lost](lm/00_lost.ipynb)"}]
@@ -175,7 +175,7 @@ def test_page_in_a_browser(browser, page):
     assert seen["math"] == seen["drawn"] and not seen["wrong"] and not seen["undefined"] and seen["remote"] == []
     assert seen["math"] > 50 or "mle" not in page
     assert browser.execute(VISIBLE, "#quarto-sidebar") and browser.overflow() <= 0
-    assert [m for m in browser.log() if m["level"] == "SEVERE" and "favicon" not in m["message"]] == []
+    assert [m for m in browser.log() if m["level"] == "SEVERE"] == []
 
     browser.emulate(390, 844, mobile=True)                          # a phone
     browser.get(f"{browser.url}/{page}")
