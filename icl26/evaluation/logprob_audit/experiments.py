@@ -306,10 +306,11 @@ def data_rows(
     n: int,                           # rows
 ) -> list[dict]:
     "The first `n` rows of a data set, from ICL26_DATA/name.jsonl or the Hub. `FileNotFoundError` says what is missing."
-    local = Path(os.environ.get("ICL26_DATA", "")) / f"{name}.jsonl"
-    if os.environ.get("ICL26_DATA") and local.exists():
-        with open(local, encoding="utf-8") as f: return [json.loads(line) for line, _ in zip(f, range(n))]
     repo, config, split = HUB[name]
+    if os.environ.get("ICL26_DATA"):
+        local = Path(os.environ["ICL26_DATA"]) / f"{name}.jsonl"
+        if not local.exists(): raise FileNotFoundError(f"{repo}: there is no {name}.jsonl in the folder ICL26_DATA")
+        with open(local, encoding="utf-8") as f: return [json.loads(line) for line, _ in zip(f, range(n))]
     try:
         from datasets import load_dataset
         return list(load_dataset(repo, config, split=split, streaming=True).take(n))

@@ -72,7 +72,8 @@ def lt_statistic(
             raise ValueError(f"{name} has shape {x.shape}: expected (..., observations, tokens), both at least 1")
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(f"a has {a.shape[-1]} tokens and b has {b.shape[-1]}: both need the same columns")
-    s = np.abs(a.mean(-2) - b.mean(-2)).mean(-1)
+    origin = np.minimum(a[..., :1, :], b[..., :1, :])                 # cancels, and makes equal rows differ by exactly 0
+    s = np.abs((a - origin).mean(-2) - (b - origin).mean(-2)).mean(-1)
     return float(s) if s.ndim == 0 else s
 
 # %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #abbdeb47
