@@ -10,6 +10,7 @@ __all__ = ['Observation', 'logprob_matrix', 'lt_statistic', 'relabellings', 'per
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -26,23 +27,26 @@ def _check_observations(sample: Sequence[Observation], name: str) -> None:
         if not isinstance(obs, Mapping):
             raise TypeError(f"{name}[{i}] is a {type(obs).__name__}: an observation maps tokens to log-probabilities")
         if not obs: raise ValueError(f"{name}[{i}] is empty: an observation needs at least one token")
-        for token, value in obs.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{name}[{i}] has log-probability {value} for token {token!r}: it must be finite")
+        if not math.isfinite(sum(obs.values())):
+            for token, value in obs.items():
+                if not math.isfinite(value):
+                    raise ValueError(f"{name}[{i}] has log-probability {value} for token {token!r}: it must be finite")
 
 
 def _columns(*samples: Sequence[Observation]) -> dict:
     "Token -> column, in the order of first appearance."
-    tokens = dict.fromkeys(token for sample in samples for obs in sample for token in obs)
+    tokens = dict.fromkeys(chain.from_iterable(chain.from_iterable(samples)))
     return {token: i for i, token in enumerate(tokens)}
 
 
 def _fill(sample: Sequence[Observation], column: dict) -> np.ndarray:
     "The matrix (N, n_tok) of a sample over the tokens of `column`, each row filled up with its own smallest value."
-    rows = np.empty((len(sample), len(column)))
-    for row, obs in zip(rows, sample):
-        row.fill(min(obs.values()))
-        row[[column[t] for t in obs]] = list(obs.values())
+    lengths = np.fromiter(map(len, sample), int, len(sample))
+    values = np.fromiter(chain.from_iterable(obs.values() for obs in sample), float, lengths.sum())       # all, end to end
+    where = np.fromiter(map(column.__getitem__, chain.from_iterable(sample)), int, len(values))
+    smallest = np.minimum.reduceat(values, np.r_[0, lengths.cumsum()[:-1]])
+    rows = np.repeat(smallest[:, None], len(column), axis=1)
+    rows[np.repeat(np.arange(len(sample)), lengths), where] = values
     return rows
 
 
