@@ -275,8 +275,7 @@ def readme(
         nb.cells.remove(cell)
     for cell in [c for c in nb.cells if c.cell_type == "code"]:
         nb.cells.remove(cell) if "include: false" in cell.source else None
-        if "echo: false" in cell.source:
-            cell.source = ""
+        cell.source = "" if "echo: false" in cell.source else re.sub(r"^#\|.*\n", "", cell.source, flags=re.M)
     body, _ = MarkdownExporter(exclude_input_prompt=True).from_notebook_node(nb)
     body = re.sub(r"<!-- WARNING.*?-->\s*|^```python\s*```$\s*", "", body, flags=re.S | re.M)
     base = cfg.doc_host.rstrip("/") + "/" + cfg.doc_baseurl.strip("/")
