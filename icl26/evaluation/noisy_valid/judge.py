@@ -54,7 +54,9 @@ def reported_rate(
     return scalar(f + (t - f) * r)
 
 
-def scalar(x: np.ndarray) -> float | bool | np.ndarray:
+def scalar(
+    x: np.ndarray,  # any array
+) -> float | bool | np.ndarray:
     "A zero-dimensional array as a plain Python value, anything else unchanged."
     return np.asarray(x).item() if np.ndim(x) == 0 else x
 

@@ -141,7 +141,9 @@ def load_texts(
     return Texts(name, text, labels(np.array(label), f"{name}: label"), prompt)
 
 
-def hub_texts(source: Source) -> list[tuple[str, int, str]]:
+def hub_texts(
+    source: Source,  # where from
+) -> list[tuple[str, int, str]]:  # text, label, prompt
     "All rows of a Hub data set."
     try:
         from datasets import load_dataset
@@ -151,7 +153,9 @@ def hub_texts(source: Source) -> list[tuple[str, int, str]]:
     return [source.row(r) for r in load_dataset(source.hub, source.config, split=source.split)]
 
 # %% ../../../nbs/evaluation/noisy_valid/04_real.ipynb #d1991cf5
-def read_texts(path: str | Path) -> list[tuple[str, int, str]]:
+def read_texts(
+    path: str | Path,  # CSV file
+) -> list[tuple[str, int, str]]:  # text, label, prompt
     "Rows of a CSV file with the columns text, label and (optionally) prompt. ValueError names the file and the line."
     path = Path(path)
     if not path.is_file():

@@ -75,13 +75,20 @@ class Gaussian(NamedTuple):
     calibration_share: np.ndarray  # share of se**2 that more human labels could remove
 
 
-def direct(c: Counts, alpha: float) -> Gaussian:
+def direct(
+    c: Counts,  # uses n1 and n0
+    alpha: float,  # limit on the failure rate
+) -> Gaussian:
     "The failures among the human labels against alpha, a one-sample z-test (Eq. 6 with a perfect judge and n_J = n_M)."
     rate = c.n1 / c.n_human
     return Gaussian(rate, alpha, np.sqrt(alpha * (1 - alpha) / c.n_human), True, 1.0)
 
 
-def noisy(c: Counts, alpha: float, variance: str = "plugin") -> Gaussian:
+def noisy(
+    c: Counts,  # uses all six
+    alpha: float,  # limit on the failure rate
+    variance: str = "plugin",  # "plugin" or "smoothed"
+) -> Gaussian:
     "Eq. 6: the judge's rate on D_J against the limit corrected for its estimated errors. Needs a failure and a pass in D_M."
     n1, n0 = np.maximum(c.n1, 1), np.maximum(c.n0, 1)
     judge, calibration = variance_terms(c.tpr, c.fpr, n1, n0, c.nj, alpha=alpha, variance=variance)
@@ -91,13 +98,20 @@ def noisy(c: Counts, alpha: float, variance: str = "plugin") -> Gaussian:
     return Gaussian(c.kj / c.nj, c.fpr + (c.tpr - c.fpr) * alpha, np.sqrt(total), ok, share)
 
 
-def oracle(c: Counts, alpha: float, tpr: float, fpr: float) -> Gaussian:
+def oracle(
+    c: Counts,  # uses kj and nj
+    alpha: float,  # limit on the failure rate
+    tpr: float,  # the true TPR
+    fpr: float,  # the true FPR
+) -> Gaussian:
     "The same with TPR and FPR known: the bound on what any such test could reach (Theorem 5.3)."
     limit = fpr + (tpr - fpr) * alpha
     return Gaussian(c.kj / c.nj, limit, np.sqrt(limit * (1 - limit) / c.nj), tpr > fpr, 0.0)
 
 # %% ../../../nbs/evaluation/noisy_valid/02_tests.ipynb #1f14565b
-def ppi_weight(c: Counts) -> np.ndarray:
+def ppi_weight(
+    c: Counts,  # uses all six
+) -> np.ndarray:  # in [0, 1]
     "The weight lambda of PPI++: cov(S_M, S_J) over (1 + n_M/n_J) var(S_J), clipped to [0, 1]; 0 if the variance is 0."
     n, flagged = c.n_human, c.k1 + c.k0
     cov = (c.k1 - c.n1 * flagged / n) / (n - 1)
@@ -106,8 +120,12 @@ def ppi_weight(c: Counts) -> np.ndarray:
     return np.clip(np.divide(cov, var, out=np.zeros(np.shape(var)), where=var > 0), 0, 1)
 
 
-def ppi(c: Counts, alpha: float, weight: float | np.ndarray | None = 1.0) -> Gaussian:
-    "Prediction-powered estimate of the failure rate against alpha; `weight` is lambda, None for PPI++. Needs two items in each set."
+def ppi(
+    c: Counts,  # uses all six
+    alpha: float,  # limit on the failure rate
+    weight: float | np.ndarray | None = 1.0,  # lambda; None: the one of PPI++
+) -> Gaussian:
+    "Prediction-powered estimate of the failure rate against alpha. Needs two items in each set."
     w = ppi_weight(c) if weight is None else np.asarray(weight, dtype=float)
     n, p = c.n_human, c.kj / c.nj
     cells = [(c.k1, 1 - w), (c.n1 - c.k1, 1.0), (c.k0, -w), (c.n0 - c.k0, 0.0)]        # how many, and which value of S_M - w S_J
@@ -119,7 +137,10 @@ def ppi(c: Counts, alpha: float, weight: float | np.ndarray | None = 1.0) -> Gau
     return Gaussian(w * p + mean, alpha, np.sqrt(total), True, share)
 
 # %% ../../../nbs/evaluation/noisy_valid/02_tests.ipynb #218cf32c
-def exact_bound(c: Counts, zeta: float) -> tuple[np.ndarray, np.ndarray]:
+def exact_bound(
+    c: Counts,  # uses all six
+    zeta: float,  # level; each of the three bounds gets a third
+) -> tuple[np.ndarray, np.ndarray]:  # the bound; whether the judge is informative
     "Upper bound of R_M that holds with probability 1 - zeta (inf if the judge cannot be told from a coin), and `informative`."
     level = 1 - zeta / 3
     r_j = one_sided(c.kj, c.nj, level, "upper")
@@ -131,7 +152,12 @@ def exact_bound(c: Counts, zeta: float) -> tuple[np.ndarray, np.ndarray]:
     return np.where(np.isnan(bound), np.inf, bound), informative
 
 
-def one_sided(k: np.ndarray, n: np.ndarray, level: float, side: str) -> np.ndarray:
+def one_sided(
+    k: int | np.ndarray,  # events
+    n: int | np.ndarray,  # trials
+    level: float,  # confidence of the bound
+    side: str,  # "upper" or "lower"
+) -> np.ndarray:  # the bounds of k/n
     "Clopper-Pearson bounds; each distinct (k, n) is computed once, which is what makes a simulation of 10^5 trials cheap."
     k, n = np.broadcast_arrays(np.asarray(k, np.int64), np.asarray(n, np.int64))
     pair, back = np.unique(k * (n.max() + 1) + n, return_inverse=True)
@@ -212,7 +238,10 @@ NEEDS = {"noisy": ("judge_labels", "human", "human_judge"), "direct": ("human",)
          "exact": ("judge_labels", "human", "human_judge")}
 
 
-def check_method(method: str, variance: str = "plugin") -> None:
+def check_method(
+    method: str,  # should be a key of METHODS
+    variance: str = "plugin",  # should be "plugin", or "smoothed" with "noisy"
+) -> None:
     "ValueError for an unknown method or variance, or a variance that the method does not have."
     if method not in METHODS:
         raise ValueError(f"method: want one of {', '.join(map(repr, METHODS))}, got {method!r}")

@@ -197,7 +197,9 @@ def build_parser() -> Parser:
     return parser
 
 
-def run_plan(a: argparse.Namespace) -> dict:
+def run_plan(
+    a: argparse.Namespace,  # of `plan`
+) -> dict:
     "The plan of parsed arguments. ValueError if TPR or FPR is neither given nor in a pilot file."
     tpr, fpr = a.tpr, a.fpr
     if a.pilot:
