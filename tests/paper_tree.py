@@ -25,10 +25,11 @@ record = {"schema": 1, "paper": "%s", "area": "games", "title": "A coin", "start
 """
 WRITE = "\nopen(f'{out_dir}/results.json', 'w').write(json.dumps(record))"
 DRIVER = """
-import json, sys
+import json, signal, sys
 from icl26.repro.papers import UsageError
 from icl26.repro.runner import reproduce
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     try:
         sys.exit(reproduce(**json.loads(sys.argv[1])))
     except UsageError as e:

@@ -134,11 +134,12 @@ def test_each_job_sees_one_gpu(tree):
                 before=f"""
 import pathlib, time
 pathlib.Path(r"{tree.root}", "gpu-{slug}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-end = time.time() + 30
+end = time.time() + 60
 while len(list(pathlib.Path(r"{tree.root}").glob("gpu-*"))) < 2 and time.time() < end: time.sleep(.05)
 """,
             ),
         )
+    tree.env["TMPDIR"] = str(tree.root)  # where the locks are
     tree.env["CUDA_VISIBLE_DEVICES"] = f"{tree.mark}-a,{tree.mark}-b"
     code, said, _ = tree.run(jobs=2)
     seen = {(tree.root / f"gpu-{slug}").read_text() for slug in ("one", "two")}

@@ -147,7 +147,7 @@ def on_small_disk(tree: Tree, size: str, *slugs: str) -> subprocess.CompletedPro
     "A run whose output folder is a small file system of its own; skips where such a thing may not be mounted."
     tree.out.mkdir()
     (tree.root / "driver.py").write_text("import shutil, sys\n" + DRIVER_KEEPS)
-    request = json.dumps({"slugs": slugs, "out": str(tree.out), "nbs": str(tree.nbs)})
+    request = json.dumps({"slugs": slugs, "out": str(tree.out), "nbs": str(tree.nbs), "jobs": 1})
     unshare = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
     result = subprocess.run(
         [

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['THREADS', 'LAUNCH', 'OUT_OF_MEMORY', 'Job', 'declared', 'check_declared', 'lacking', 'check_extras', 'visible_gpus',
-           'take_gpu', 'kernel_env', 'short_folder', 'kernel_class', 'end_process', 'end_processes', 'Watch',
+           'take_gpu', 'kernel_env', 'short_folder', 'kernel_class', 'end_process', 'end_processes', 'end_run', 'Watch',
            'plain_text', 'death', 'explained', 'execute', 'last_cell', 'checked', 'echoed_otherwise', 'publish',
            'outcome', 'write_failure', 'settle', 'refusal', 'attempt', 'run_one', 'start_worker']
 
@@ -161,10 +161,10 @@ def kernel_env(job: Job, gpu: str | None) -> dict:
     return env | {"TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": gpu or "", "ICL26_RUN": job.run}
 
 
-def short_folder() -> str:
-    "A new private folder with a path short enough for a socket (the system refuses one over 100 bytes)."
+def short_folder(run: str) -> str:
+    "A new private folder of a run, with a path short enough for a socket (the system refuses one over 100 bytes)."
     parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="icl26-", dir=parent if len(parent) < 50 else "/tmp")
+    return tempfile.mkdtemp(prefix=f"icl26-{run}-", dir=parent if len(parent) < 50 else "/tmp")
 
 # %% ../../nbs/repro/04_job.ipynb #6c0176a5
 def kernel_class(
@@ -186,7 +186,7 @@ def kernel_class(
 
         def __init__(self, **kw):
             super().__init__(**kw)
-            self.transport, self.home = "ipc", short_folder()
+            self.transport, self.home = "ipc", short_folder(job.run)
             self.connection_file, self.ip = f"{self.home}/kernel.json", f"{self.home}/ipc"
             self.started.append(self)
 
@@ -226,6 +226,14 @@ def end_processes(run: str) -> int:
         except (psutil.Error, OSError):  # another user's, or gone in this moment
             continue
     return sum(map(end_process, set(found) - {psutil.Process()}))
+
+
+def end_run(run: str) -> None:
+    "End every process of a run on this machine, and remove the folders of its kernels' sockets."
+    end_processes(run)
+    for parent in {tempfile.gettempdir(), "/tmp"}:
+        for folder in Path(parent).glob(f"icl26-{run}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/repro/04_job.ipynb #23eb40dc
 class Watch(threading.Thread):
@@ -506,7 +514,7 @@ def start_worker(run: str) -> None:
 
     def follow() -> None:
         parent.join()  # returns when the runner has ended
-        end_processes(run)
+        end_run(run)
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()

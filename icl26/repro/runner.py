@@ -30,7 +30,7 @@ from icl26.repro.job import (
     Job,
     checked,
     echoed_otherwise,
-    end_processes,
+    end_run,
     outcome,
     run_one,
     start_worker,
@@ -252,7 +252,7 @@ class LocalPool:
                 worker.join(3)
                 worker.kill()
                 worker.join(10)
-            end_processes(self.run)
+            end_run(self.run)
             self.pool = None
 
     def lost(self) -> str:
@@ -576,7 +576,7 @@ def run_planned(planned: list, opts: Options, out: Path, scheduler: str | None) 
         progress.bar.close()
         with undisturbed():
             pool.close()
-            end_processes(run)
+            end_run(run)
             sweep(out)
     return progress
 
