@@ -155,6 +155,25 @@ def test_monte_carlo_converges_and_is_deterministic(sim):
     )
 
 
+def test_a_point_mass_is_the_plain_likelihood_by_every_method(sim):
+    data = odr.draw_log(sim, XI, 20, 0)
+    plain = stats.norm(sim.mean(XI, data.s, data.a), 0.1).logpdf(data.s_next).mean()
+    for method in ("exact", "mc", "linear"):
+        np.testing.assert_allclose(odr.mixture_loglik(sim, XI, np.zeros((2, 2)), data, method=method), plain, rtol=1e-12)
+
+
+def test_pendulum_is_gymnasiums():
+    import gymnasium
+
+    env, swing = gymnasium.make("Pendulum-v1").unwrapped, odr.PendulumSimulator()
+    env.m, env.l = 0.7, 1.3
+    env.reset(seed=0)
+    for state, u in zip(np.random.default_rng(0).uniform(-4, 4, (50, 2)), np.linspace(-3, 3, 50)):
+        env.state = state
+        env.step(np.array([u]))
+        np.testing.assert_allclose(swing.mean([0.7, 1.3], state[None], [[u]])[0], env.state, atol=1e-12)
+
+
 def test_linearised_likelihood_is_exact_for_a_linear_family(sim):
     data, cov = odr.draw_log(sim, XI, 30, 0), np.diag([0.1, 0.07]) ** 2
     np.testing.assert_allclose(
@@ -329,12 +348,17 @@ def test_dropo_budget_bounds_and_seed(sim):
         and (one.mu_ <= 2).all()
         and (np.abs(one.sample(200) - one.mu_) <= 2 * one.std_ + 1e-12).all()
     )
-    u = np.array([0.0, 4.0, 0.0, 4.0])
-    mu, std = dropo.unscale(u, sim.bounds)
-    np.testing.assert_allclose(np.r_[mu, std], [-2, 2, 1e-5, 1.0])
+    mu, std = dropo.unscale(np.array([0.0, 3.0, 4.0, 2.0]), sim.bounds)
+    np.testing.assert_allclose(np.r_[mu, std], [-2, 1, 1.0, np.sqrt(1e-5)])
 
 
 # -- informativeness -------------------------------------------------------------------------------------------------
+
+
+def test_informativeness_off_centre_is_what_sampling_says():
+    x = np.array([0.1, -0.15]) + 0.2 * np.random.default_rng(0).standard_normal((400_000, 2))
+    exact = odr.informativeness([0.1, -0.15], np.eye(2) * 0.04, [0, 0], 0.3)
+    np.testing.assert_allclose(exact, np.mean((x**2).sum(1) <= 0.09), atol=3e-3)
 
 
 def test_informativeness_exact_cases():
