@@ -14,7 +14,7 @@ OPTIONS  = $(if $(JOBS),--jobs $(JOBS)) $(if $(THREADS),--threads $(THREADS)) $(
 FLAGS    = $(if $(FORCE),--force) $(if $(DRY_RUN),--dry-run) $(if $(COMMIT),--commit)
 
 # knobs of the others
-WORKERS  = $(or $(JOBS),$(shell nproc 2>/dev/null || echo 2))
+WORKERS  = $(or $(JOBS),$(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n))))
 ARGS    ?=
 DOCS    ?= _docs
 given    = $(filter command environment,$(firstword $(origin $(1))))

@@ -1,5 +1,6 @@
 """Copies of this checkout for tests that write, and commands run in them."""
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,9 @@ def copy_checkout(to, folders=("icl26", "nbs", "results")):
 
 def run(*args, cwd, package=None, timeout=300, **env):
     "A finished command; `package`: a folder whose icl26 is imported instead of the installed one."
-    # this process may be a pytest worker and a notebook's test: its marks are not for the command
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "IN_TEST", "ICL26_"))}
+    # this process may be a pytest worker that `make test JOBS=2` has started: their marks are not for the command
+    ours = re.compile(r"PYTEST_|IN_TEST|ICL26_|MAKE|MFLAGS|(PAPERS|PROFILE|SEEDS|OUT|JOBS|ARGS|NB|DOCS|PYTHON|FORCE|DRY_RUN|COMMIT)$")
+    clean = {k: v for k, v in os.environ.items() if not ours.match(k)}
     clean |= {"PYTHONPATH": str(package)} if package else {}
     return subprocess.run([str(a) for a in args], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=timeout)
 
