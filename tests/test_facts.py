@@ -22,7 +22,8 @@ def test_the_table_is_geonames_table(facts):
     for r in facts.to_dict("records"):
         c = raw[r["iso2"]]
         assert (r["name"], r["population"], r["iso3"]) == (c["name"].strip(), c["population"], c["iso3"])
-        for mine, theirs in (("capital", c["capital"].strip()), ("currency", c["currencyname"].strip()), ("tld", c["tld"].strip(" ."))):
+        plain = {"capital": c["capital"].strip(), "currency": c["currencyname"].strip(), "tld": c["tld"].strip(" .")}
+        for mine, theirs in plain.items():
             assert r[mine] == theirs if theirs else pd.isna(r[mine])
         want = {raw[i]["name"].strip() for i in c["neighbours"].split(",") if i in set(facts.iso2)}
         assert set(true_values(r, "neighbours")) == want
@@ -70,8 +71,9 @@ def test_two_countries_swap_between_each_other(facts):
         assert all(c.value == other[c.attribute] and not c.label for c in d.claims)
 
 
-@pytest.mark.parametrize("kwargs, text", [(dict(false_rate=-0.1), "false_rate"), (dict(n=(0, 3)), "n: want"), (dict(n=(4, 2)), "n: want"),
-                                          (dict(attributes=["flag"]), "attributes: 'flag'")])
+@pytest.mark.parametrize("kwargs, text", [
+    (dict(false_rate=-0.1), "false_rate"), (dict(n=(0, 3)), "n: want"), (dict(n=(4, 2)), "n: want"),
+    (dict(attributes=["flag"]), "attributes: 'flag'")])
 def test_wrong_arguments(facts, kwargs, text):
     with pytest.raises(ValueError, match=text):
         statements(facts, np.random.default_rng(0), **kwargs)
@@ -81,7 +83,8 @@ def test_tertiles():
     values = np.random.default_rng(0).permutation(100)
     third = tertiles(values, ("a", "b", "c"))
     assert sorted(np.unique(third, return_counts=True)[1]) == [33, 33, 34]
-    assert values[third == "a"].max() < values[third == "b"].min() and values[third == "b"].max() < values[third == "c"].min()
+    a, b, c = (values[third == k] for k in "abc")
+    assert a.max() < b.min() and b.max() < c.min()
     with pytest.raises(ValueError, match="values: want at least three numbers"):
         tertiles([1, np.nan, 2, 3])
 

@@ -38,10 +38,13 @@ def answers(n, seed, m_=1):
     ("log_levels", "(scores, u=1.0)"), ("retain", "(scores, log_tau, u=1.0, rule='keep')"),
     ("conformity", "(scores, labels, u=1.0, rule='keep')"), ("conformal_quantile", "(values, alpha, *, upper=0.0)"),
     ("ensemble_weights", "(scores, labels, *, target_tpr=0.95, method='grid')"),
-    ("MACI", "(alpha=0.1, *, rule='keep', randomize=True, weights='grid', target_tpr=0.95, weight_fraction=0.5, unseen='error', random_state=None)"),
-    ("MACI.fit", "(self, scores, labels, groups=None)"), ("MACI.predict", "(self, scores, groups=None)"),
-    ("BCI", "(alpha=0.1)"), ("BCI.fit", "(self, scores, labels, groups=None)"), ("BCI.predict", "(self, scores, groups=None)"),
-    ("CCI", "(alpha=0.1)"), ("CCI.fit", "(self, scores, labels, groups=None)"), ("CCI.predict", "(self, scores, groups=None)"),
+    ("MACI",
+     "(alpha=0.1, *, rule='keep', randomize=True, weights='grid', target_tpr=0.95, weight_fraction=0.5, unseen='error', "
+     "random_state=None)"
+     ), ("MACI.fit", "(self, scores, labels, groups=None)"), ("MACI.predict", "(self, scores, groups=None)"),
+    ("BCI", "(alpha=0.1)"), ("BCI.fit", "(self, scores, labels, groups=None)"),
+    ("BCI.predict", "(self, scores, groups=None)"), ("CCI", "(alpha=0.1)"),
+    ("CCI.fit", "(self, scores, labels, groups=None)"), ("CCI.predict", "(self, scores, groups=None)"),
     ("factual_coverage", "(masks, labels)"), ("retention", "(masks)"), ("claims", "(profile)")])
 def test_signatures(name, want):
     obj = m
@@ -52,7 +55,9 @@ def test_signatures(name, want):
     assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
 
 
-@pytest.mark.parametrize("method", [m.MACI(random_state=3), m.MACI(rule="drop", random_state=3), m.BCI(0.2), m.CCI(0.2)])
+@pytest.mark.parametrize("method", [
+    m.MACI(random_state=3), m.MACI(rule="drop", random_state=3),
+    m.BCI(0.2), m.CCI(0.2)])
 @pytest.mark.parametrize("scorers", [1, 2])
 def test_estimators_take_ragged_lists_and_can_be_cloned(method, scorers):
     scores, labels, groups = answers(160, 0, scorers)
@@ -67,7 +72,7 @@ def test_estimators_take_ragged_lists_and_can_be_cloned(method, scorers):
         assert set(alone.thresholds_) == {None} and len(alone.predict(new)) == 12
 
 
-# -- the rules against definitions written independently ----------------------------------------------------------------
+# -- the rules against definitions written independently -------------------------------------------------------------
 
 def kept_by_the_paper(p, tau):
     "K(tau) by the paper's products, and the probability of one more."
@@ -76,7 +81,8 @@ def kept_by_the_paper(p, tau):
     for i in order:
         products.append(products[-1] * p[i])
     k = max(j for j, x in enumerate(products) if x >= tau)
-    gamma = (products[k] - tau) / (products[k] - products[k + 1]) if k < len(p) and products[k] > products[k + 1] else 0.0
+    gamma = (products[k] - tau) / (products[k] - products[k + 1]) if k < len(p) and products[k] > products[k +
+                                                                                                           1] else 0.0
     return order, k, gamma
 
 
@@ -110,7 +116,8 @@ def test_drop_is_the_official_rule():
 @pytest.mark.parametrize("rule", ["keep", "drop"])
 def test_kept_is_true_exactly_from_the_conformity_score_on(rule):
     rng = np.random.default_rng(2)
-    documents = [([], []), ([0.0], [False]), ([1.0], [False]), ([1.0], [True]), ([0.5] * 4, [True, True, False, True]), ([0.0, 1.0], [True, False])]
+    documents = [([], []), ([0.0], [False]), ([1.0], [False]), ([1.0], [True]), ([0.5] * 4, [True, True, False, True]),
+                 ([0.0, 1.0], [True, False])]
     documents += [(rng.random(n), rng.random(n) < 0.7) for n in rng.integers(1, 7, 150)]
     for p, y in documents:
         u, y = rng.random(), np.asarray(y, bool)
@@ -122,7 +129,8 @@ def test_kept_is_true_exactly_from_the_conformity_score_on(rule):
 
 
 def test_level_one_keeps_nothing_and_level_zero_all_that_can_be_kept():
-    assert not m.retain([1.0, 1.0, 0.5], 0.0).any() and m.retain([1.0, 0.0, 0.5], -np.inf).tolist() == [True, False, True]
+    assert not m.retain([1.0, 1.0, 0.5], 0.0).any() and m.retain([1.0, 0.0, 0.5], -np.inf).tolist() == [
+        True, False, True]
 
 
 def test_a_document_counts_the_same_in_any_company():
@@ -138,10 +146,12 @@ def test_groups_do_not_touch_each_other():
     scores, labels, groups = answers(300, 6, 2)
     fit = m.MACI(random_state=0, randomize=False, weights="mean").fit(scores, labels, groups)
     at = np.flatnonzero(groups == "a")
-    alone = m.MACI(random_state=0, randomize=False, weights="mean").fit([scores[i] for i in at], [labels[i] for i in at])
+    alone = m.MACI(random_state=0, randomize=False, weights="mean").fit([scores[i] for i in at],
+                                                                        [labels[i] for i in at])
     assert alone.thresholds_[None] == fit.thresholds_["a"]
     other = [~y if g == "b" else y for y, g in zip(labels, groups)]
-    assert m.MACI(random_state=0, randomize=False, weights="mean").fit(scores, other, groups).thresholds_["a"] == fit.thresholds_["a"]
+    assert m.MACI(random_state=0, randomize=False, weights="mean").fit(scores, other,
+                                                                       groups).thresholds_["a"] == fit.thresholds_["a"]
 
 
 def test_weights_have_not_seen_the_calibration_labels():
@@ -149,7 +159,8 @@ def test_weights_have_not_seen_the_calibration_labels():
     fit = m.MACI(random_state=0).fit(scores, labels, groups)
     changed = [~y if i in set(fit.calibration_) else y for i, y in enumerate(labels)]
     again = m.MACI(random_state=0).fit(scores, changed, groups)
-    assert all((again.weights_[g] == fit.weights_[g]).all() for g in fit.weights_) and again.thresholds_ != fit.thresholds_
+    assert all(
+        (again.weights_[g] == fit.weights_[g]).all() for g in fit.weights_) and again.thresholds_ != fit.thresholds_
     share = {g: fit.sizes_[g] / (groups == g).sum() for g in fit.sizes_}
     assert all(abs(x - 0.5) < 0.02 for x in share.values())
 
@@ -176,23 +187,35 @@ def test_split_conformal_coverage_for_continuous_scores():
 def test_small_groups_keep_nothing_and_warn():
     scores, labels, _ = answers(108, 9)
     groups = ["big"] * 100 + [("small", 1)] * 8
-    with pytest.warns(UserWarning, match=r"1 group too small to keep anything at alpha=0.1: \('small', 1\) \(8\); 9 calibration documents"):
+    with pytest.warns(
+            UserWarning,
+            match=r"1 group too small to keep anything at alpha=0.1: \('small', 1\) \(8\); 9 calibration documents"):
         fit = m.MACI(random_state=0).fit(scores, labels, groups)
-    assert fit.thresholds_[("small", 1)] == 0.0 and not any(k.any() for k in fit.predict(scores[:5], [("small", 1)] * 5))
+    assert fit.thresholds_[("small", 1)] == 0.0 and not any(k.any()
+                                                            for k in fit.predict(scores[:5], [("small", 1)] * 5))
     with pytest.warns(UserWarning, match="the data too small"):
         assert m.MACI(rule="drop").fit(scores[:8], labels[:8]).thresholds_[None] == np.inf
 
 
-@pytest.mark.parametrize("call, text", [
-    (lambda s, y, g: m.MACI(alpha=0.0).fit(s, y), "alpha"), (lambda s, y, g: m.MACI(alpha=1.0).fit(s, y), "alpha"), (lambda s, y, g: m.BCI(alpha=-1).fit(s, y), "alpha"),
-    (lambda s, y, g: m.CCI(alpha="x").fit(s, y), "alpha"), (lambda s, y, g: m.MACI().fit(s, y[1:]), "labels: want one array a document"),
-    (lambda s, y, g: m.MACI().fit(s, y, g[1:]), "groups: want one label a document"), (lambda s, y, g: m.MACI().fit([], []), "at least one document"),
-    (lambda s, y, g: m.MACI().fit(s, y, g).predict(s), "groups: given to fit only"), (lambda s, y, g: m.MACI().fit(s, y).predict(s, g), "groups: given to predict only"),
-    (lambda s, y, g: m.CCI().fit(s, y, g).predict(s), "groups: give them to both"), (lambda s, y, g: m.MACI().fit(s, y, g).predict(s, ["z"] * len(s)), "'z' was not in fit"),
-    (lambda s, y, g: m.MACI().fit(s, y).predict([np.zeros((2, 2))]), "want 1 scorers"), (lambda s, y, g: m.MACI(weights="best").fit(s, y), "weights: want one of"),
-    (lambda s, y, g: m.ensemble_weights(np.zeros((4, 5)), [0, 1, 0, 1]), "at most 4 scorers"), (lambda s, y, g: m.retain([0.5], 0.0, u=1.5), "u: want"),
-    (lambda s, y, g: m.conformity([0.5], [2]), "labels: want True"), (lambda s, y, g: m.factual_coverage([[True]], []), "masks, labels"),
-    (lambda s, y, g: m.CCI().fit(s, y).predict([]), "at least one document")])
+@pytest.mark.parametrize("call, text",
+                         [(lambda s, y, g: m.MACI(alpha=0.0).fit(s, y), "alpha"),
+                          (lambda s, y, g: m.MACI(alpha=1.0).fit(s, y), "alpha"),
+                          (lambda s, y, g: m.BCI(alpha=-1).fit(s, y), "alpha"),
+                          (lambda s, y, g: m.CCI(alpha="x").fit(s, y), "alpha"),
+                          (lambda s, y, g: m.MACI().fit(s, y[1:]), "labels: want one array a document"),
+                          (lambda s, y, g: m.MACI().fit(s, y, g[1:]), "groups: want one label a document"),
+                          (lambda s, y, g: m.MACI().fit([], []), "at least one document"),
+                          (lambda s, y, g: m.MACI().fit(s, y, g).predict(s), "groups: given to fit only"),
+                          (lambda s, y, g: m.MACI().fit(s, y).predict(s, g), "groups: given to predict only"),
+                          (lambda s, y, g: m.CCI().fit(s, y, g).predict(s), "groups: give them to both"),
+                          (lambda s, y, g: m.MACI().fit(s, y, g).predict(s, ["z"] * len(s)), "'z' was not in fit"),
+                          (lambda s, y, g: m.MACI().fit(s, y).predict([np.zeros((2, 2))]), "want 1 scorers"),
+                          (lambda s, y, g: m.MACI(weights="best").fit(s, y), "weights: want one of"),
+                          (lambda s, y, g: m.ensemble_weights(np.zeros((4, 5)), [0, 1, 0, 1]), "at most 4 scorers"),
+                          (lambda s, y, g: m.retain([0.5], 0.0, u=1.5), "u: want"),
+                          (lambda s, y, g: m.conformity([0.5], [2]), "labels: want True"),
+                          (lambda s, y, g: m.factual_coverage([[True]], []), "masks, labels"),
+                          (lambda s, y, g: m.CCI().fit(s, y).predict([]), "at least one document")])
 def test_wrong_arguments_are_named(call, text):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -258,8 +281,8 @@ def test_cci_agrees_with_the_authors_package():
 
 def reproduce(out, *args, **env):
     "Run one job through the command line; its results file."
-    run = subprocess.run([ICL26, "reproduce", "maci", *args, "--seeds", "0", "--jobs", "1", "--out", out], capture_output=True, text=True,
-                         timeout=600, env=os.environ | env)
+    run = subprocess.run([ICL26, "reproduce", "maci", *args, "--seeds", "0", "--jobs", "1", "--out", out],
+                         capture_output=True, text=True, timeout=600, env=os.environ | env)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     (path,) = Path(out).glob("*/maci/*/results.json")
     return path
@@ -275,7 +298,8 @@ def runs(tmp_path_factory):
 
 
 def same(record, interval):
-    np.testing.assert_allclose([record[k] for k in ("measured", "ci_low", "ci_high")], [interval.estimate, interval.low, interval.high], rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose([record[k] for k in ("measured", "ci_low", "ci_high")],
+                               [interval.estimate, interval.low, interval.high], rtol=1e-12, atol=1e-15)
 
 
 def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
@@ -293,7 +317,8 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
                 keep, drop = np.array(c["values"]).T
                 same(c, mean_interval(keep))
                 d = paired_difference(keep, drop)
-                np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")], [d.estimate, d.low, d.high], rtol=1e-12)
+                np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")],
+                                           [d.estimate, d.low, d.high], rtol=1e-12)
             elif kind == "time" and c["values"]:
                 same(c, mean_interval(c["values"]))
         by_id = {c["id"]: c for c in run["claims"]}
@@ -306,12 +331,15 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
 def test_a_run_measures_every_claim_of_its_profile(runs):
     for run in runs:
         profile = run["parameters"]["profile"]
-        assert [c["id"] for c in run["claims"]] and {c["id"] for c in run["claims"]} == {c.id for c in m.claims(profile)}
+        assert [c["id"] for c in run["claims"]] and {c["id"]
+                                                     for c in run["claims"]} == {c.id for c in m.claims(profile)}
         sizes = {"smoke": (20, 20), "cpu": (100, 20)}[profile]
         for c in run["claims"]:
             if c["id"].startswith("retention"):
                 assert [p["n"] for p in c["values"]][:2] == list(sizes)
-        assert not [c for c in run["claims"] if c["id"] in ("uniform", "time", "rule") and c["verdict"] not in ("descriptive", "not run")]
+        assert not [
+            c for c in run["claims"]
+            if c["id"] in ("uniform", "time", "rule") and c["verdict"] not in ("descriptive", "not run")]
 
 
 def part(label, mean, spread=0.001, n=20):
@@ -335,17 +363,22 @@ def test_numbers_against_the_paper_are_not_reproduced(profile):
         tested += 1
         if kind == "coverage":
             assert verdict(c, parts=[part("a", 0.9), part("b", 0.91)]) == "reproduced"
-            assert verdict(c, parts=[part("a", 0.9), part("b", 0.95)]) == "partly"                  # valid, but too careful
+            assert verdict(c, parts=[part("a", 0.9), part("b", 0.95)]) == "partly"  # valid, but too careful
             assert verdict(c, parts=[part("a", 0.9), part("b", 0.88)]) == "not reproduced"
         elif kind == "retention":
             assert verdict(c, parts=[part("vs BCI", 0.1), part("vs CCI", 0.1), part("beside: x", -0.1)]) == "reproduced"
             assert verdict(c, parts=[part("vs BCI", 0.1), part("vs CCI", -0.1)]) == "partly"
-            assert verdict(c, parts=[part("vs BCI", -0.1), part("vs CCI", 0.0), part("beside: x", 0.1)]) == "not reproduced"
+            assert verdict(c, parts=[part("vs BCI", -0.1),
+                                     part("vs CCI", 0.0),
+                                     part("beside: x", 0.1)]) == "not reproduced"
         elif kind == "bci":
-            assert verdict(c, **{k: v for k, v in part("", 0.86).items() if k in ("measured", "n")}, ci=(0.85, 0.87)) == "reproduced"
-            assert verdict(c, measured=0.91, ci=(0.9, 0.92)) == verdict(c, measured=0.89, ci=(0.87, 0.91)) == "not reproduced"
+            assert verdict(c, **{k: v for k, v in part("", 0.86).items() if k in ("measured", "n")},
+                           ci=(0.85, 0.87)) == "reproduced"
+            assert verdict(c, measured=0.91, ci=(0.9, 0.92)) == verdict(c, measured=0.89,
+                                                                        ci=(0.87, 0.91)) == "not reproduced"
         else:
-            rank, gain = "rank correlation of error and retention", "error of the ensemble minus that of the best scorer"
+            rank = "rank correlation of error and retention"
+            gain = "error of the ensemble minus that of the best scorer"
             assert verdict(c, parts=[part(rank, -0.9), part(gain, -0.01)]) == "reproduced"
             assert verdict(c, parts=[part(rank, -0.9), part(gain, 0.01)]) == "partly"
             assert verdict(c, parts=[part(rank, 0.9), part(gain, 0.01)]) == "not reproduced"
@@ -377,7 +410,8 @@ def test_the_cache_is_keyed_by_prompt_and_weights(tmp_path, monkeypatch):
     one, two = (tiny_lm(d_model=16, n_layers=1, n_heads=2, seed=s) for s in (0, 1))
     a = ex.token_logprobs(one, ["The capital of Peru is"], [40, 50])
     assert [a[2], ex.token_logprobs(one, ["The capital of Peru is"], [40, 50])[2]] == [False, True]
-    assert not ex.token_logprobs(one, ["The capital of Chad is"], [40, 50])[2] and not ex.token_logprobs(two, ["The capital of Peru is"], [40, 50])[2]
+    assert not ex.token_logprobs(one, ["The capital of Chad is"], [40, 50])[2] and not ex.token_logprobs(
+        two, ["The capital of Peru is"], [40, 50])[2]
 
 
 def test_fact_scores_are_conditional_on_the_values():
@@ -385,7 +419,8 @@ def test_fact_scores_are_conditional_on_the_values():
 
     lm = tiny_lm(d_model=16, n_layers=1, n_heads=2)
     facts = country_facts().iloc[:12].reset_index(drop=True)
-    raw = ex.score_facts(lm, facts, {"capital": ex.TEMPLATES["capital"][:2], "continent": ex.TEMPLATES["continent"][:2]})
+    raw = ex.score_facts(lm, facts,
+                         {"capital": ex.TEMPLATES["capital"][:2], "continent": ex.TEMPLATES["continent"][:2]})
     for a, x in raw.logprobs.items():
         asked = facts[a].notna().to_numpy()
         np.testing.assert_allclose(np.exp(x[asked]).sum(-1), 1, rtol=1e-5)
@@ -401,14 +436,20 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
     with open(tmp_path / "claims.jsonl", "w") as f:
         for i in range(100):
             for j in range(int(rng.integers(3, 6))):
-                print(json.dumps(dict(document=i, context=f"Q{i}", claim=f"c{j}", label=bool(rng.random() < 0.8), group="ab"[i % 2])), file=f)
+                print(
+                    json.dumps(
+                        dict(document=i, context=f"Q{i}", claim=f"c{j}", label=bool(rng.random() < 0.8),
+                             group="ab"[i % 2])), file=f)
     path = reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "tiny"),
                      ICL26_MACI_CLAIMS=str(tmp_path / "claims.jsonl"), ICL26_CACHE=str(tmp_path / "cache"))
     record = load_results(path)
     assert record["parameters"] == dict(profile="gpu", seed=0, device="cpu", model=str(tmp_path / "tiny"))
-    assert {c["id"]: c["scale"] for c in record["claims"]} == dict.fromkeys(["coverage", "retention", "bci", "mse", "time", "rule"], "paper")
+    assert {c["id"]: c["scale"]
+            for c in record["claims"]} == dict.fromkeys(["coverage", "retention", "bci", "mse", "time", "rule"],
+                                                        "paper")
     assert all(c["verdict"] != "not run" for c in record["claims"])
-    same(next(c for c in record["claims"] if c["id"] == "bci"), ex.two_se(next(c["values"] for c in record["claims"] if c["id"] == "bci")))
+    same(next(c for c in record["claims"] if c["id"] == "bci"),
+         ex.two_se(next(c["values"] for c in record["claims"] if c["id"] == "bci")))
 
 
 def test_gpu_profile_without_a_gpu_or_without_data_says_so(tmp_path):
@@ -416,7 +457,8 @@ def test_gpu_profile_without_a_gpu_or_without_data_says_so(tmp_path):
 
     if not torch.cuda.is_available():
         record = load_results(reproduce(tmp_path / "auto", "--profile", "gpu"))
-        assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+        assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"]
+                                                                               for c in record["claims"])
     record = load_results(reproduce(tmp_path / "cpu", "--profile", "gpu", "--device", "cpu"))
     assert all(c["verdict"] == "not run" and "ICL26_MACI_CLAIMS" in c["reason"] for c in record["claims"])
 
@@ -432,7 +474,10 @@ def write_claims(path, n, seed, label=True, small=0):
     with open(path, "w") as f:
         for i, (s, y, g) in enumerate(zip(a.scores, a.labels, a.groups)):
             for x, ok in zip(s, y):
-                print(json.dumps(dict(document=f"{seed}-{i}", scores=x.tolist(), group="few" if i < small else str(g), text="é", **(dict(label=bool(ok)) if label else {}))), file=f)
+                print(
+                    json.dumps(
+                        dict(document=f"{seed}-{i}", scores=x.tolist(), group="few" if i < small else str(g), text="é",
+                             **(dict(label=bool(ok)) if label else {}))), file=f)
     return a
 
 
@@ -441,14 +486,17 @@ def test_the_command_calibrates_and_applies(tmp_path):
     write_claims(tmp_path / "claims.jsonl", 400, 0, small=5)
     new = write_claims(tmp_path / "new.jsonl", 500, 1, label=False)
     run = use("calibrate", "claims.jsonl", "--alpha", "0.1", "--out", "filter.json", cwd=tmp_path)
-    assert run.returncode == 0 and "keeps nothing" in run.stdout and "warning: 1 group too small" in run.stderr and "'few'" in run.stderr
+    assert run.returncode == 0 and "keeps nothing" in run.stdout
+    assert "warning: 1 group too small" in run.stderr and "'few'" in run.stderr
     stored = json.loads((tmp_path / "filter.json").read_text())
-    assert stored["alpha"] == 0.1 and {r["group"] for r in stored["groups"]} == {"few", *ex.BIAS} and all(len(r["weights"]) == 3 for r in stored["groups"])
+    assert stored["alpha"] == 0.1 and {r["group"] for r in stored["groups"]} == {"few", *ex.BIAS} and all(
+        len(r["weights"]) == 3 for r in stored["groups"])
     run = use("apply", "filter.json", "new.jsonl", "--out", "kept.jsonl", cwd=tmp_path)
     assert run.returncode == 0 and "coverage" not in run.stdout, run.stderr
     kept = [json.loads(x) for x in (tmp_path / "kept.jsonl").read_text().splitlines()]
     masks = np.split(np.array([x["kept"] for x in kept]), np.cumsum([len(y) for y in new.labels])[:-1])
-    assert kept[0]["text"] == "é" and abs(m.factual_coverage(masks, new.labels) - 0.9) < 0.06 and m.retention(masks) > 0.1
+    assert kept[0]["text"] == "é" and abs(m.factual_coverage(masks, new.labels) -
+                                          0.9) < 0.06 and m.retention(masks) > 0.1
     write_claims(tmp_path / "checked.jsonl", 300, 2)
     report = json.loads(use("apply", "filter.json", "checked.jsonl", "--json", cwd=tmp_path).stdout)
     assert all(r["coverage_low"] <= r["coverage"] <= r["coverage_high"] for r in report["groups"])
@@ -459,11 +507,14 @@ def test_the_command_calibrates_and_applies(tmp_path):
 @pytest.mark.parametrize("args, text", [
     (("calibrate", "none.jsonl", "--out", "f.json"), "none.jsonl: No such file"), (("calibrate", "bad.jsonl"), "--out"),
     (("calibrate", "bad.jsonl", "--out", "f.json"), "bad.jsonl, line 2: scores must be probabilities"),
-    (("calibrate", "good.jsonl", "--alpha", "1.5", "--out", "f.json"), "alpha: want"), (("apply", "good.jsonl", "good.jsonl"), "not a filter of"),
+    (("calibrate", "good.jsonl", "--alpha", "1.5", "--out", "f.json"), "alpha: want"),
+    (("apply", "good.jsonl", "good.jsonl"), "not a filter of"),
     (("calibrate", "good.jsonl", "--out", "no/such/../../good.jsonl/f.json"), "good.jsonl")])
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
-    (tmp_path / "bad.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n{"document": 1, "score": 1.5, "label": true}\n')
+    (tmp_path / "bad.jsonl"
+     ).write_text('{"document": 1, "score": 0.5, "label": true}\n{"document": 1, "score": 1.5, "label": true}\n')
     (tmp_path / "good.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n')
     run = use(*args, cwd=tmp_path)
     errors = [x for x in run.stderr.splitlines() if "warning" not in x]
-    assert run.returncode == 2 and text in run.stderr and errors[0].startswith("icl26: error:") and "Traceback" not in run.stderr
+    assert run.returncode == 2 and text in run.stderr and errors[0].startswith(
+        "icl26: error:") and "Traceback" not in run.stderr

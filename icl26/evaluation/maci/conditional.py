@@ -19,7 +19,7 @@ from .calibrate import check_alpha, flatten, flatten_labels, group_rows, highest
 def document_features(
     p: np.ndarray,  # (C,) scores of all claims
     offsets: np.ndarray,  # (n + 1,)
-) -> np.ndarray:  # (n, 3): number of claims, mean and standard deviation of the scores (0 for a document without claims)
+) -> np.ndarray:  # (n, 3): number of claims, mean and sd of the scores (0 for a document without claims)
     "What is known of a document without labels."
     size = np.diff(offsets)
     doc = np.repeat(np.arange(size.size), size)
@@ -37,7 +37,9 @@ def lp_threshold(
     x_new: np.ndarray,  # (d,) features of the new document
     alpha: float,  # in (0, 1)
 ) -> float:
-    "The conditional conformal threshold of one document, +inf if the program is infeasible. RuntimeError if HiGHS fails."
+    """The conditional conformal threshold of one document, +inf if the program is infeasible.
+
+    RuntimeError if HiGHS fails."""
     fit = linprog(-e, A_eq=x.T, b_eq=-(1 - alpha - EDGE) * x_new, bounds=(-alpha, 1 - alpha), method="highs")
     if fit.status == 2:
         return np.inf
@@ -49,7 +51,8 @@ def lp_threshold(
 class CCI(BaseEstimator):
     """Conditional conformal filter (Cherian, Gibbs and Candès 2024) at a fixed level. Several scorers are averaged.
 
-    One linear program a document in `predict`. After `fit`: `e_` (n,) and `x_` (n, d), the calibration scores and features."""
+    One linear program a document in `predict`. After `fit`: `e_` (n,) and `x_` (n, d), the calibration scores and
+    features."""
 
     def __init__(
         self,

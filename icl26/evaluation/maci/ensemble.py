@@ -20,7 +20,9 @@ def fpr_at_tpr(
     labels: np.ndarray,  # (n,) bool
     target_tpr: float,  # in (0, 1]
 ) -> float | np.ndarray:  # () or (W,)
-    "False-positive rate at the highest threshold that keeps a share `target_tpr` of the true claims. ValueError if a class is missing."
+    """False-positive rate at the highest threshold that keeps a share `target_tpr` of the true claims.
+
+    ValueError if a class is missing."""
     s, y = np.asarray(scores, float), np.asarray(labels, bool)
     if y.all() or not y.any():
         raise ValueError("labels: want true and false claims, got one kind only")
@@ -41,7 +43,8 @@ def simplex_grid(
     m: int,  # scorers
 ) -> np.ndarray:  # (W, m), each row on the simplex
     "All weights that are multiples of 0.05, with the uniform vector, sorted by their sum of squares."
-    w = np.array([(*c, GRID_STEPS - sum(c)) for c in product(range(GRID_STEPS + 1), repeat=m - 1) if sum(c) <= GRID_STEPS])
+    w = np.array([
+        (*c, GRID_STEPS - sum(c)) for c in product(range(GRID_STEPS + 1), repeat=m - 1) if sum(c) <= GRID_STEPS])
     w = np.vstack([np.full(m, 1 / m), w / GRID_STEPS])
     return w[np.argsort((w**2).sum(1).round(9), kind="stable")]
 
@@ -51,16 +54,23 @@ def grid_weights(
     labels: np.ndarray,  # (n,) bool, both kinds
     target_tpr: float,
 ) -> np.ndarray:  # (M,)
-    "The weights on the grid with the smallest FPR at the target TPR; ties go to the most uniform. ValueError for more than 4 scorers."
+    """The weights on the grid with the smallest FPR at the target TPR; ties go to the most uniform.
+
+    ValueError for more than 4 scorers."""
     if scores.shape[1] > GRID_SCORERS:
-        raise ValueError(f"method: 'grid' takes at most {GRID_SCORERS} scorers, got {scores.shape[1]}; use 'convex' or 'mean'")
+        raise ValueError(
+            f"method: 'grid' takes at most {GRID_SCORERS} scorers, got {scores.shape[1]}; use 'convex' or 'mean'")
     w = simplex_grid(scores.shape[1])
-    mixed = np.concatenate([fpr_at_tpr(scores @ block.T, labels, target_tpr) for block in np.array_split(w, max(1, len(w) * len(scores) // 4_000_000))])
+    mixed = np.concatenate([
+        fpr_at_tpr(scores @ block.T, labels, target_tpr)
+        for block in np.array_split(w, max(1,
+                                           len(w) * len(scores) // 4_000_000))])
     return w[np.argmin(mixed)]
 
 # %% ../../../nbs/evaluation/maci/03_ensemble.ipynb #99f7f1b8
 RIDGE = 5e-3  # official code
-SOLVERS = {"OSQP": dict(eps_abs=1e-6, eps_rel=1e-6, max_iter=20_000), "CLARABEL": {}, "SCS": {}}  # OSQP's as in the official code
+SOLVERS = {"OSQP": dict(eps_abs=1e-6, eps_rel=1e-6, max_iter=20_000), "CLARABEL": {},
+           "SCS": {}}  # OSQP's as in the official code
 
 
 def convex_weights(
@@ -68,7 +78,9 @@ def convex_weights(
     labels: np.ndarray,  # (n,) bool, both kinds
     target_tpr: float,
 ) -> np.ndarray:  # (M,)
-    "The official code's surrogate. ImportError names the extra if cvxpy is missing, RuntimeError if no solver succeeds."
+    """The official code's surrogate.
+
+    ImportError names the extra if cvxpy is missing, RuntimeError if no solver succeeds."""
     try:
         import cvxpy as cp
     except ImportError as e:
@@ -90,7 +102,8 @@ def convex_weights(
         if problem.status == cp.OPTIMAL and w.value is not None:
             found = np.clip(w.value, 0, None)
             return found / found.sum()
-    raise RuntimeError(f"weights 'convex': none of {', '.join(SOLVERS)} solved the program; use weights='grid' or 'mean'")
+    raise RuntimeError(
+        f"weights 'convex': none of {', '.join(SOLVERS)} solved the program; use weights='grid' or 'mean'")
 
 # %% ../../../nbs/evaluation/maci/03_ensemble.ipynb #ef13b2df
 METHODS = {"grid": grid_weights, "convex": convex_weights, "mean": lambda s, y, t: np.full(s.shape[1], 1 / s.shape[1])}
@@ -112,8 +125,8 @@ def ensemble_weights(
 ) -> np.ndarray:  # (M,) on the simplex
     """Weights of the scorers: smallest FPR at the target TPR.
 
-    Uniform, with a warning, for fewer than two claims or one class only. ValueError for shapes that don't match, an unknown method, or a
-    target outside (0, 1)."""
+    Uniform, with a warning, for fewer than two claims or one class only. ValueError for shapes that don't match, an
+    unknown method, or a target outside (0, 1)."""
     s, y = clean(scores), np.asarray(labels)
     if s.ndim != 2 or s.shape[1] < 1 or y.shape != s.shape[:1]:
         raise ValueError(f"scores, labels: want shapes (n, M) and (n,), got {s.shape} and {y.shape}")

@@ -132,6 +132,9 @@ def compare(
     seconds = {"MACI": time.perf_counter() - clock}
     drop = MACI(alpha, rule="drop", random_state=seed).fit(cal.scores, cal.labels, cal.groups)
     masks["MACI, drop"] = drop.predict(test.scores, test.groups)
+    masks["MACI, equal weights"] = MACI(alpha, weights="mean",
+                                        random_state=seed).fit(cal.scores, cal.labels,
+                                                               cal.groups).predict(test.scores, test.groups)
     same = cal.scored(maci.ensemble(cal.scores, cal.groups)).take(maci.calibration_)
     new = test.scored(maci.ensemble(test.scores, test.groups))
     masks["BCI"] = BCI(alpha).fit(same.scores, same.labels).predict(new.scores)
@@ -153,7 +156,7 @@ def kept_shares(masks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def summarise(masks: Mapping[str, list], test: Answers) -> dict[str, float]:
-    "coverage/METHOD/GROUP, coverage/METHOD, kept/METHOD, kept/METHOD/GROUP and gap/METHOD (MACI's retention minus the method's)."
+    "coverage/METHOD, kept/METHOD (both also by /GROUP), and gap/METHOD: MACI's retention minus the method's."
     row, ours = {}, kept_shares(masks["MACI"])
     for name, mine in masks.items():
         n = len(mine)
@@ -162,7 +165,9 @@ def summarise(masks: Mapping[str, list], test: Answers) -> dict[str, float]:
         row[f"gap/{name}"] = np.nanmean(ours[:n] - kept)
         for g in np.unique(test.groups):
             at = test.groups[:n] == g
-            row[f"coverage/{name}/{g}"], row[f"kept/{name}/{g}"] = (ok[at].mean(), np.nanmean(kept[at])) if at.any() else (np.nan, np.nan)
+            row[f"coverage/{name}/{g}"], row[f"kept/{name}/{g}"] = (ok[at].mean(),
+                                                                    np.nanmean(kept[at])) if at.any() else (np.nan,
+                                                                                                            np.nan)
     return row
 
 
@@ -175,19 +180,22 @@ def noise_levels(
     alpha: float = 0.1,
     clean: tuple | None = None,  # scores to disturb, for cal and test; None: the truth
 ) -> list[tuple[float, float]]:  # error and retention at each level
-    "What MACI keeps when noise is added to the scores. The error is against the truth where it is known, else against the labels."
+    """What MACI keeps when noise is added to the scores.
+
+    The error is against the truth where it is known, else against the labels."""
     base = clean or (cal.truth, test.truth)
     goal = np.concatenate(test.truth if test.truth is not None else test.labels)
     out = []
     for x in levels:
         a, b = ([sigmoid(logit(s) + x * rng.normal(size=len(s))) for s in part] for part in base)
         fit = MACI(alpha, random_state=int(rng.integers(2**31))).fit(a, cal.labels, cal.groups)
-        out.append((mean_squared_error(np.concatenate(b), goal), float(np.nanmean(kept_shares(fit.predict(b, test.groups))))))
+        out.append((mean_squared_error(np.concatenate(b),
+                                       goal), float(np.nanmean(kept_shares(fit.predict(b, test.groups))))))
     return out
 
 
 def errors(maci: MACI, test: Answers) -> dict[str, float]:
-    "Mean squared error of each scorer and of the ensemble, against the truth where it is known, else against the labels."
+    "Mean squared error of each scorer and the ensemble, against the truth where it is known, else the labels."
     goal = np.concatenate(test.truth if test.truth is not None else test.labels)
     single = mean_squared_error(np.concatenate(test.scores), goal)
     mixed = mean_squared_error(np.concatenate(maci.ensemble(test.scores, test.groups)), goal)
@@ -205,14 +213,17 @@ def repeats(
     cci_repeats: int = 0,  # the first so many repeats run CCI
     levels: Sequence[float] = (),  # noise levels for the relation of error and retention
     by_document: list | None = None,  # collects (name, MACI's, BCI's kept share) of every test document
-) -> tuple[pd.DataFrame, list[dict], dict[str, list]]:  # one row a repeat, weights by group, seconds of the repeats with CCI
+) -> tuple[pd.DataFrame, list[dict], dict[str,
+                                          list]]:  # one row a repeat, weights by group, seconds of the repeats with CCI
     "Draw, split 75/25, run every method, summarise; every repeat has streams of its own."
     rows, weights, seconds = [], [], {"MACI": [], "CCI": []}
     for r in range(n_repeats):
-        drawing, splitting, noising = (np.random.default_rng(np.random.SeedSequence([seed, r], spawn_key=(k,))) for k in range(3))
+        drawing, splitting, noising = (np.random.default_rng(np.random.SeedSequence([seed, r], spawn_key=(k, )))
+                                       for k in range(3))
         answers = draw(drawing)
         cal, test = split(answers, 0.75, splitting)
-        masks, maci, took = compare(cal, test, alpha=alpha, seed=seed * 100_003 + r, weak=weak, cci=cci if r < cci_repeats else 0)
+        masks, maci, took = compare(cal, test, alpha=alpha, seed=seed * 100_003 + r, weak=weak,
+                                    cci=cci if r < cci_repeats else 0)
         row = {"repeat": r, **summarise(masks, test), **errors(maci, test)}
         if len(levels):
             base = None if answers.truth is not None else tuple([s.mean(1) for s in a.scores] for a in (cal, test))
@@ -242,30 +253,35 @@ def token_logprobs(
     lm: Any,  # an `icl26.lm.HFLM`
     prompts: Sequence[str],  # n
     tokens: Sequence[int],  # k token ids
-) -> tuple[np.ndarray, float, bool]:  # (n, k) log-probabilities in nats; seconds that they took to compute; whether they were in the cache
+) -> tuple[np.ndarray, np.ndarray,
+           bool]:  # (n, k) log-probabilities in nats; (2,) seconds of the clock and of the processor; from the cache?
     "Raw log-probabilities of some next tokens, kept under the prompts' text and the hash of the model's weights."
     fresh = []
 
     def build():
-        start = time.perf_counter()
-        blocks = [lm.next_token_logprobs(prompts[i : i + 64])[:, list(tokens)].numpy() for i in range(0, len(prompts), 64)]
+        start = np.array([time.perf_counter(), time.process_time()])
+        blocks = [
+            lm.next_token_logprobs(prompts[i:i + 64])[:, list(tokens)].numpy() for i in range(0, len(prompts), 64)]
         fresh.append(True)
-        return {"logprobs": np.concatenate(blocks), "seconds": np.array(time.perf_counter() - start)}
+        return {
+            "logprobs": np.concatenate(blocks),
+            "seconds": np.array([time.perf_counter(), time.process_time()]) - start}
 
-    key = {"what": "next-token log-probabilities", "model": lm.model_hash, "dtype": str(lm.dtype), "batch": lm.batch_size,
-           "prompts": list(prompts), "tokens": [int(t) for t in tokens]}
+    key = {
+        "what": "next-token log-probabilities and seconds", "model": lm.model_hash, "dtype": str(lm.dtype),
+        "batch": lm.batch_size, "prompts": list(prompts), "tokens": [int(t) for t in tokens]}
     found = cached(key, build, kind="npz")
-    return found["logprobs"], float(found["seconds"]), not fresh
+    return found["logprobs"], found["seconds"], not fresh
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #1b878f30
 @dataclass(frozen=True)
 class FactScores:
-    "What a model says about every country: per attribute, log-probabilities over the values' first tokens, and where each value stands."
-    logprobs: dict  # attribute -> (countries, 3, tokens) normalised log-probabilities, in nats; NaN where nothing was asked
+    "What a model says about every country: log-probabilities over the values' first tokens, by attribute."
+    logprobs: dict  # attribute -> (countries, 3, tokens), in nats, normalised; NaN where nothing was asked
     column: dict  # attribute -> {value: position of its first token}
     row: dict  # country name -> position
     prompts: int  # how many prompts were sent, or would have been
-    seconds: float  # that they took with an empty cache
+    seconds: tuple  # that they took with an empty cache: of the clock, of the processor
 
     def of(self, document: Document) -> np.ndarray:  # (claims, 3)
         "The log-probabilities of a document's claims under the three prompts."
@@ -279,7 +295,7 @@ def score_facts(
     templates: Mapping[str, Sequence[str]] = TEMPLATES,
 ) -> FactScores:
     "Ask the model about every country and attribute with every template."
-    logprobs, column, sent, seconds = {}, {}, 0, 0.0
+    logprobs, column, sent, seconds = {}, {}, 0, np.zeros(2)
     for a, asked in templates.items():
         first = {v: lm.tokenizer(" " + v, add_special_tokens=False)["input_ids"][0] for v in value_set(facts, a)}
         tokens = sorted(set(first.values()))
@@ -292,7 +308,7 @@ def score_facts(
             raw = raw.astype(float)
             logprobs[a][known, m] = raw - np.logaddexp.reduce(raw, axis=1, keepdims=True)
             sent, seconds = sent + len(prompts), seconds + took
-    return FactScores(logprobs, column, {c: i for i, c in enumerate(facts.name)}, sent, seconds)
+    return FactScores(logprobs, column, {c: i for i, c in enumerate(facts.name)}, sent, tuple(seconds.tolist()))
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #2e8525f9
 def fitting_third(facts: pd.DataFrame) -> np.ndarray:
@@ -325,7 +341,9 @@ def fact_answers(
     groups: np.ndarray,  # (n,) names
 ) -> Answers:
     "Documents about countries with the probabilities of three scorers."
-    scores = [sigmoid(np.array([sigmoids[c.attribute][0] + sigmoids[c.attribute][1] * x for c, x in zip(d.claims, raw.of(d))])) for d in documents]
+    scores = [
+        sigmoid(np.array([sigmoids[c.attribute][0] + sigmoids[c.attribute][1] * x
+                          for c, x in zip(d.claims, raw.of(d))])) for d in documents]
     return Answers(scores, [d.labels for d in documents], groups, names=np.array([d.country for d in documents]))
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #dfe00741
@@ -355,7 +373,8 @@ def fact_task(
     facts = country_facts()
     raw, third = score_facts(lm, facts), fitting_third(facts)
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(7,)))
-    fitting = [d for _ in range(draws) for d, ok in zip(statements(facts, rng, attributes=tuple(TEMPLATES)), third) if ok]
+    fitting = [
+        d for _ in range(draws) for d, ok in zip(statements(facts, rng, attributes=tuple(TEMPLATES)), third) if ok]
     sigmoids = fit_sigmoids(fitting, raw)
     fitted = fact_answers(fitting, raw, sigmoids, np.array(["fit"] * len(fitting)))
     error = mean_squared_error(np.concatenate(fitted.scores), np.concatenate(fitted.labels))
@@ -382,23 +401,25 @@ def read_claims(
             x = json.loads(line)
             key, claim, label = x["document"], x["claim"], x["label"]
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{path}, line {i}: want an object with document, claim and label ({type(e).__name__}: {e})") from None
+            raise ValueError(
+                f"{path}, line {i}: want an object with document, claim and label ({type(e).__name__}: {e})") from None
         if not isinstance(label, bool):
             raise ValueError(f"{path}, line {i}: label must be true or false, got {label!r}")
-        d = documents.setdefault(json.dumps(key), dict(context=x.get("context", ""), group=x.get("group", "all"), claims=[], labels=[]))
+        d = documents.setdefault(json.dumps(key),
+                                 dict(context=x.get("context", ""), group=x.get("group", "all"), claims=[], labels=[]))
         d["claims"].append(str(claim))
         d["labels"].append(label)
     if not documents:
         raise ValueError(f"{path}: holds no claims")
     return list(documents.values())
 
-
+# %% ../../../nbs/evaluation/maci/05_experiments.ipynb #af748a55
 def truth_scores(
     lm: Any,  # an `icl26.lm.LM`
     documents: Sequence[Mapping],  # from `read_claims`
     template: str,
 ) -> list[np.ndarray]:  # one array (N_i,) a document
-    "Probability of *true* against *false* for every claim; kept under the prompts and the weights' hash if the model has one."
+    "Probability of *true* against *false* for every claim; cached by prompts and weights' hash where there is one."
     prompts = [template.format(context=d["context"], claim=c) for d in documents for c in d["claims"]]
 
     def build():
@@ -407,7 +428,8 @@ def truth_scores(
         return {"p": choice_logprobs(lm, prompts, CHOICES)[:, 0].exp().numpy()}
 
     name = getattr(lm, "model_hash", None)
-    p = build()["p"] if name is None else cached({"what": "true or false", "model": name, "dtype": str(lm.dtype), "prompts": prompts}, build, kind="npz")["p"]
+    p = build()["p"] if name is None else cached(
+        {"what": "true or false", "model": name, "dtype": str(lm.dtype), "prompts": prompts}, build, kind="npz")["p"]
     return np.split(p.astype(float), np.cumsum([len(d["claims"]) for d in documents])[:-1])
 
 
@@ -431,7 +453,8 @@ def two_se(values: Sequence[float]) -> Interval:
     v = np.asarray(values, float)
     v = v[~np.isnan(v)]
     half = 2 * v.std(ddof=1) / np.sqrt(v.size)
-    return Interval(float(v.mean()), float(v.mean() - half), float(v.mean() + half), n=v.size, method="two standard errors")
+    return Interval(float(v.mean()), float(v.mean() - half), float(v.mean() + half), n=v.size,
+                    method="two standard errors")
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #5e91510f
 PAPER = {"coverage": "0.89 to 0.91", "retention": "0.50 vs 0.02, 0.31", "bci": 0.88}  # MedLFQA at alpha = 0.1
@@ -440,53 +463,69 @@ PAPER = {"coverage": "0.89 to 0.91", "retention": "0.50 vs 0.02, 0.31", "bci": 0
 def claims(
     profile: str,  # "smoke", "cpu" or "gpu"
 ) -> list[Claim]:
-    "The paper's claims with their verdict rules. At `cpu` those of the country facts end in -facts; ValueError for an unknown profile."
+    """The paper's claims with their verdict rules.
+
+    At `cpu` those of the country facts end in -facts; ValueError for an unknown profile."""
     if profile == "gpu":
         return [*_tested("", "paper", "the paper's data"), _time("paper"), _rule("", "paper")]
     if profile not in ("smoke", "cpu"):
         raise ValueError(f"profile: want 'smoke', 'cpu' or 'gpu', got {profile!r}")
     made = [*_tested("", "mechanism", "generated answers"), *_checks(), _rule("", "mechanism")]
-    return made if profile == "smoke" else [*made, *_tested("-facts", "small-model", "country facts"), _rule("-facts", "small-model")]
+    return made if profile == "smoke" else [
+        *made, *_tested("-facts", "small-model", "country facts"),
+        _rule("-facts", "small-model")]
 
-
+# %% ../../../nbs/evaluation/maci/05_experiments.ipynb #9a44ab1c
 def _tested(end: str, scale: str, data: str) -> list[Claim]:
     "The four claims that have a direction."
     valid = holds("interval_not_below", 0.9, parts="*")
     return [
-        Claim("coverage" + end, statement=f"Coverage in every group is at least 0.9 and within 0.01 of it ({data}; mean over repeats, two s.e.)",
-              source="Theorems 1 and 2, main results table", scale=scale, paper_value=PAPER["coverage"],
-              reproduced=[valid, holds("interval_not_above", 0.91, parts="*")], partly=[valid]),
-        Claim("retention" + end, statement=f"MACI keeps more claims than BCI and CCI with the same scores ({data}; difference of kept shares)",
-              source="main results table", scale=scale, paper_value=PAPER["retention"], higher_is_better=True,
-              reproduced=[holds("interval_above", 0.0, parts="vs *")]),
+        Claim(
+            "coverage" + end, statement=
+            f"Coverage in every group is at least 0.9 and within 0.01 of it ({data}; mean over repeats, two s.e.)",
+            source="Theorems 1 and 2, main results table", scale=scale, paper_value=PAPER["coverage"],
+            reproduced=[valid, holds("interval_not_above", 0.91, parts="*")], partly=[valid]),
+        Claim(
+            "retention" + end, statement=
+            f"MACI keeps more claims than BCI and CCI with the same scores ({data}; difference of kept shares)",
+            source="main results table", scale=scale, paper_value=PAPER["retention"], higher_is_better=True,
+            reproduced=[holds("interval_above", 0.0, parts="vs *")]),
         Claim("bci" + end, statement=f"BCI's coverage in the hard group is below 0.9 ({data}; two s.e.)",
               source="main results table", scale=scale, paper_value=PAPER["bci"], higher_is_better=False,
               reproduced=[holds("interval_below", 0.9)], partly=[]),
-        Claim("mse" + end, statement=f"Scores with less error keep more, and the ensemble has less error than its best scorer ({data})",
-              source="Theorem 3, Figure 3", scale=scale, higher_is_better=False, reproduced=[holds("interval_below", 0.0, parts="*")]),
-    ]
+        Claim(
+            "mse" + end,
+            statement=f"Scores with less error keep more; the ensemble has less error than its best scorer ({data})",
+            source="Theorem 3, Figure 3", scale=scale, higher_is_better=False,
+            reproduced=[holds("interval_below", 0.0, parts="*")]), ]
 
 
 def _checks() -> list[Claim]:
     "What follows from algebra, or has no direction."
     return [
-        Claim("uniform", statement="The oracle's conformity score is uniform (distance to the uniform distribution, 20 000 documents)",
-              source="theorem on the oracle filter", descriptive=True, higher_is_better=False),
-        _time("mechanism"),
-    ]
+        Claim(
+            "uniform", statement=
+            "The oracle's conformity score is uniform (distance to the uniform distribution, 20 000 documents)",
+            source="theorem on the oracle filter", descriptive=True, higher_is_better=False),
+        _time("mechanism"), ]
 
 
 def _time(scale: str) -> Claim:
-    return Claim("time", statement="MACI is cheaper than the baselines (seconds of CCI's fit and predict over MACI's, both ours)",
-                 source="text", scale=scale, unit="times", descriptive=True)
+    return Claim(
+        "time",
+        statement="MACI is cheaper than the baselines (seconds of CCI's fit and predict over MACI's, both ours)",
+        source="text", scale=scale, unit="times", descriptive=True)
 
 
 def _rule(end: str, scale: str) -> Claim:
-    return Claim("rule" + end, statement="Retention of the paper's rule (product of the kept) and of its code's (cost of the dropped)",
-                 source="Section 3 and the official code", scale=scale, descriptive=True)
+    return Claim(
+        "rule" + end,
+        statement="Retention of the paper's rule (product of the kept) and of its code's (cost of the dropped)",
+        source="Section 3 and the official code", scale=scale, descriptive=True)
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #3c5ef8d9
-def interval_part(label: str, values: Sequence[float], interval: Callable[[Sequence[float]], Interval] = mean_interval) -> dict:
+def interval_part(label: str, values: Sequence[float], interval: Callable[[Sequence[float]],
+                                                                          Interval] = mean_interval) -> dict:
     "A part of a claim: its interval over the repeats that measured it, and their values."
     v = [float(x) for x in values if not np.isnan(x)]
     i = interval(v)
@@ -513,14 +552,20 @@ def add_comparison(
         name, ours, theirs = zip(*by_document)
         gap = pd.Series(np.subtract(ours, theirs)).groupby(np.array(name)).mean()
         beside.append(interval_part("beside: BCI, over countries", gap))
-    res.add(made["retention" + end], parts=parts + beside, measured=worst["measured"], ci=(worst["ci_low"], worst["ci_high"]), n=worst["n"],
-            note=f"retention of MACI {table['kept/MACI'].mean():.3f}, BCI {table['kept/BCI'].mean():.3f}, CCI {table['kept/CCI'].mean():.3f}")
+    res.add(
+        made["retention" + end], parts=parts + beside, measured=worst["measured"],
+        ci=(worst["ci_low"], worst["ci_high"]), n=worst["n"], note=
+        "retention of " + ", ".join(f"{m} {table[f'kept/{m}'].mean():.3f}" for m in ("MACI", "BCI", "CCI"))
+    )
     miss = interval_part("", table[f"coverage/BCI/{hard}"], two_se)
-    res.add(made["bci" + end], measured=miss["measured"], ci=(miss["ci_low"], miss["ci_high"]), n=miss["n"], values=miss["values"],
-            note=f"group {hard!r}; interval: two standard errors over repeats")
-    res.add(made["mse" + end], parts=[interval_part("rank correlation of error and retention", table["mse/rank"]),
-                                      interval_part("error of the ensemble minus that of the best scorer", table["mse/gain"])])
+    res.add(made["bci" + end], measured=miss["measured"], ci=(miss["ci_low"], miss["ci_high"]), n=miss["n"],
+            values=miss["values"], note=f"group {hard!r}; interval: two standard errors over repeats")
+    res.add(
+        made["mse" + end], parts=[
+            interval_part("rank correlation of error and retention", table["mse/rank"]),
+            interval_part("error of the ensemble minus that of the best scorer", table["mse/gain"])])
     keep, drop = table["kept/MACI"], table["kept/MACI, drop"]
     i = mean_interval(keep)
-    res.add(made["rule" + end], measured=i.estimate, ci=(i.low, i.high), n=len(keep), values=np.c_[keep, drop], baseline=mean_interval(drop),
-            difference=paired_difference(keep, drop), note="baseline: the code's rule; values: both, by repeat")
+    res.add(made["rule" + end], measured=i.estimate, ci=(i.low, i.high), n=len(keep), values=np.c_[keep, drop],
+            baseline=mean_interval(drop), difference=paired_difference(keep, drop),
+            note="baseline: the code's rule; values: both, by repeat")

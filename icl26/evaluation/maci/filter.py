@@ -16,7 +16,9 @@ import numpy as np
 def clean(
     scores: Sequence[float] | np.ndarray,  # any shape
 ) -> np.ndarray:  # float64 in [0, 1]
-    "Scores as probabilities: clipped to [0, 1], NaN (no answer from the scorer) becomes 0. ValueError for what is not a number."
+    """Scores as probabilities: clipped to [0, 1], NaN (no answer from the scorer) becomes 0.
+
+    ValueError for what is not a number."""
     try:
         a = np.asarray(scores, dtype=float)
     except (TypeError, ValueError) as e:
@@ -41,7 +43,9 @@ def log_levels(
     scores: Sequence[float],  # (N,) probabilities that the claims are true
     u: float = 1.0,  # the document's uniform draw; 1: no coin
 ) -> tuple[np.ndarray, np.ndarray]:  # order (N,): positions by falling score; log T_1 ... log T_N in that order
-    "The level (log) down to which each claim survives. ValueError for scores that are not one number a claim, or u outside [0, 1]."
+    """The level (log) down to which each claim survives.
+
+    ValueError for scores that are not one number a claim, or u outside [0, 1]."""
     p = one_document(scores)
     order = np.argsort(-p, kind="stable")
     return order, sorted_levels(p[order][None], np.array([check_u(u)]))[0]
@@ -51,7 +55,8 @@ def one_document(scores: Sequence[float]) -> np.ndarray:
     "(N,) clean scores of one document, or a ValueError."
     p = clean(scores)
     if p.ndim != 1:
-        raise ValueError(f"scores: want one score a claim, shape (N,), got shape {p.shape}; combine several scorers first")
+        raise ValueError(
+            f"scores: want one score a claim, shape (N,), got shape {p.shape}; combine several scorers first")
     return p
 
 
@@ -140,7 +145,7 @@ def conformity(
 def by_length(
     offsets: np.ndarray,  # (n + 1,) where each document begins in the flat arrays
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # documents (B,), positions of their claims (B, N)
-    "Documents grouped by their number of claims, so that each group is one rectangle; documents without claims are left out."
+    "Documents grouped by their number of claims: each group is one rectangle. Those without claims are left out."
     length = np.diff(offsets)
     order = np.argsort(length, kind="stable")
     for at in np.split(order, np.flatnonzero(np.diff(length[order])) + 1):
@@ -195,14 +200,17 @@ def factual_coverage(
     masks: Sequence[np.ndarray],  # (N_i,) bool for each document: which claims were kept
     labels: Sequence[np.ndarray],  # (N_i,) bool for each document: which claims are true
 ) -> float:
-    "Share of documents whose kept claims are all true; an empty kept set counts. ValueError for unequal lengths or no document."
+    """Share of documents whose kept claims are all true; an empty kept set counts.
+
+    ValueError for unequal lengths or no document."""
     return float(covered(masks, labels).mean())
 
 
 def covered(masks: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> np.ndarray:
     "(n,) bool: whether all kept claims of each document are true. ValueError as in `factual_coverage`."
     if len(masks) != len(labels) or not len(masks):
-        raise ValueError(f"masks, labels: want one each a document, and at least one, got {len(masks)} and {len(labels)}")
+        raise ValueError(
+            f"masks, labels: want one each a document, and at least one, got {len(masks)} and {len(labels)}")
     sizes = np.array([len(m) for m in masks])
     if wrong := [i for i, y in enumerate(labels) if len(y) != sizes[i]]:
         i = wrong[0]

@@ -54,13 +54,14 @@ def read_claim_file(
     has = {k: [k in x for x in lines] for k in ("label", "group")}
     for k, have in has.items():
         if any(have) and not all(have):
-            raise ValueError(f"{where[have.index(False)]}: no {k}, but other lines have one; give it on all lines or on none")
+            raise ValueError(
+                f"{where[have.index(False)]}: no {k}, but other lines have one; give it on all lines or on none")
     documents = [np.array(r) for r in rows.values()]
     pick = lambda key: [np.array([lines[i][key] for i in at]) for at in documents]
     groups = [_one_group(lines, where, at) for at in documents] if has["group"][0] else None
     return ClaimFile(lines, documents, pick("scores"), pick("label") if has["label"][0] else None, groups)
 
-
+# %% ../../../nbs/evaluation/maci/06_use.ipynb #2cda96b3
 def _line(text: str, where: str, labels: bool) -> dict:
     "One claim, checked; its scores as a list under `scores`."
     try:
@@ -113,11 +114,15 @@ def expected(
         pick = lambda x, rows: None if x is None else [x[i] for i in rows]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # small groups are reported once, by the filter itself
-            maci = MACI(**settings | dict(unseen="empty", random_state=r)).fit(*(pick(x, cal) for x in (data.scores, data.labels, data.groups)))
+            maci = MACI(**settings | dict(unseen="empty", random_state=r)).fit(*(pick(x, cal)
+                                                                                 for x in (data.scores, data.labels,
+                                                                                           data.groups)))
         masks = maci.predict(pick(data.scores, test), pick(data.groups, test))
         for i, m, ok in zip(test, masks, covered(masks, pick(data.labels, test))):
             found[groups[i]].append((ok, m.mean()))
-    return {g: dict(zip(("coverage", "retention"), np.mean(v, 0).tolist())) | {"held_out": len(v)} for g, v in found.items() if v}
+    return {
+        g: dict(zip(("coverage", "retention"),
+                    np.mean(v, 0).tolist())) | {"held_out": len(v)} for g, v in found.items() if v}
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #a956ee4c
 def calibrate(
@@ -142,11 +147,14 @@ def calibrate(
     rows = []
     for g, level in maci.thresholds_.items():
         low, high = coverage_range(maci.sizes_[g], alpha)
-        rows.append(dict(group=g, threshold=level if math.isfinite(level) else str(level), weights=maci.weights_[g].tolist(), documents=size[g],
-                         calibration_documents=maci.sizes_[g], keeps_nothing=bool(maci.sizes_[g] < smallest_group(alpha)),
-                         coverage_range=[low, high], expected=report.get(g)))
+        rows.append(
+            dict(group=g, threshold=level if math.isfinite(level) else str(level), weights=maci.weights_[g].tolist(),
+                 documents=size[g], calibration_documents=maci.sizes_[g],
+                 keeps_nothing=bool(maci.sizes_[g] < smallest_group(alpha)), coverage_range=[low, high],
+                 expected=report.get(g)))
     said = list(dict.fromkeys(str(c.message) for c in caught if issubclass(c.category, UserWarning)))
-    return dict(format="icl26 maci filter", version=1, **settings, grouped=maci.grouped_, scorers=maci.n_scorers_, seed=seed, groups=rows, warnings=said)
+    return dict(format="icl26 maci filter", version=1, **settings, grouped=maci.grouped_, scorers=maci.n_scorers_,
+                seed=seed, groups=rows, warnings=said)
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #63fad3df
 def load_filter(
@@ -168,7 +176,8 @@ def load_filter(
         maci.grouped_, maci.n_scorers_ = bool(made["grouped"]), int(made["scorers"])
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path}: a damaged filter ({type(e).__name__}: {e})") from None
-    if any(w.shape != (maci.n_scorers_,) for w in maci.weights_.values()) or any(math.isnan(t) for t in maci.thresholds_.values()):
+    if any(w.shape != (maci.n_scorers_, )
+           for w in maci.weights_.values()) or any(math.isnan(t) for t in maci.thresholds_.values()):
         raise ValueError(f"{path}: a damaged filter (weights or thresholds)")
     return maci, made
 
@@ -178,7 +187,8 @@ def apply_filter(
     data: ClaimFile,
     *,
     unseen: str = "error",  # a group that the filter does not know: "error", or "empty" to keep nothing
-) -> tuple[list[np.ndarray], dict]:  # masks; group -> documents, retention, and coverage with its interval if there are labels
+) -> tuple[list[np.ndarray],
+           dict]:  # masks; group -> documents, retention, and coverage with its interval if there are labels
     "Which claims to keep, and what came of it by group. ValueError as in `MACI.predict`."
     maci.unseen = unseen
     masks = maci.predict(data.scores, data.groups)
@@ -197,27 +207,34 @@ def apply_filter(
 def show_calibration(made: dict, out: str) -> str:
     "A filter and its report as text."
     size = sum(r["documents"] for r in made["groups"])
-    lines = [f"filter for alpha = {made['alpha']:g} (kept claims all true in {1 - made['alpha']:.0%} of answers), from {size} answers, {made['scorers']} scorers",
-             "", f"{'group':<20} {'answers':>7} {'calibrate':>9} {'coverage':>9} {'kept':>6}   this filter's coverage (95 %)"]
+    lines = [
+        f"filter for alpha = {made['alpha']:g} (kept claims all true in {1 - made['alpha']:.0%} of answers), "
+        f"from {size} answers, {made['scorers']} scorers",
+        "",
+        f"{'group':<20} {'answers':>7} {'calibrate':>9} {'coverage':>9} {'kept':>6}   this filter's coverage (95 %)"]
     for r in made["groups"]:
         e, (low, high) = r["expected"], r["coverage_range"]
         numbers = f"{e['coverage']:>9.3f} {e['retention']:>6.3f}" if e else f"{'-':>9} {'-':>6}"
         tail = "keeps nothing" if r["keeps_nothing"] else f"{low:.3f} to {high:.3f}"
-        lines.append(f"{group_name(r['group']):<20.20} {r['documents']:>7} {r['calibration_documents']:>9} {numbers}   {tail}")
-    lines += ["", "coverage, kept: mean over held-out answers when the procedure is repeated"] if any(r["expected"] for r in made["groups"]) else []
+        lines.append(
+            f"{group_name(r['group']):<20.20} {r['documents']:>7} {r['calibration_documents']:>9} {numbers}   {tail}")
+    lines += ["", "coverage, kept: mean over held-out answers when the procedure is repeated"
+              ] if any(r["expected"] for r in made["groups"]) else []
     return "\n".join([*lines, f"written to {out}"])
 
 
 def show_application(report: dict, alpha: float) -> str:
     "What a filter did, as text."
-    lines = [f"{'group':<20} {'answers':>7} {'kept':>6}" + ("   coverage (95 %)" if any("coverage" in r for r in report.values()) else "")]
+    lines = [
+        f"{'group':<20} {'answers':>7} {'kept':>6}" + ("   coverage (95 %)" if any("coverage" in r
+                                                                                   for r in report.values()) else "")]
     for g, r in report.items():
         tail = f"   {r['coverage']:.3f} [{r['coverage_low']:.3f}, {r['coverage_high']:.3f}]" if "coverage" in r else ""
         tail += f"   below {1 - alpha:g}" if r.get("coverage_high", 1) < 1 - alpha else ""
         lines.append(f"{group_name(g):<20.20} {r['documents']:>7} {r['retention']:>6.3f}{tail}")
     return "\n".join(lines)
 
-
+# %% ../../../nbs/evaluation/maci/06_use.ipynb #95381d06
 class Parser(argparse.ArgumentParser):
     "Reports a wrong argument as a ValueError in place of leaving the process."
 
@@ -227,24 +244,33 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     "The arguments of `icl26 use maci`."
-    parser = Parser(prog="icl26 use maci", description="Filter the claims of answers so that what is kept is all true with a probability that you fix.")
+    parser = Parser(
+        prog="icl26 use maci",
+        description="Filter the claims of answers so that what is kept is all true with a probability that you fix.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="calibrate | apply")
-    one = commands.add_parser("calibrate", help="learn a filter from labelled claims", description="JSON lines, one a claim: document, scores (or "
-                              "score), label, and group if there are groups.")
+    one = commands.add_parser(
+        "calibrate", help="learn a filter from labelled claims",
+        description="JSON lines, one a claim: document, scores (or "
+        "score), label, and group if there are groups.")
     one.add_argument("file", help="labelled claims (JSON lines)")
     one.add_argument("--alpha", type=float, default=0.1, help="share of answers that may keep a false claim (0.1)")
     one.add_argument("--out", required=True, help="where the filter goes (JSON)")
-    one.add_argument("--rule", choices=("keep", "drop"), default="keep", help="keep: the paper's; drop: its code's (keep)")
-    one.add_argument("--weights", choices=("grid", "convex", "mean"), default="grid", help="how several scorers are combined (grid)")
-    one.add_argument("--target-tpr", type=float, default=0.95, help="share of true claims that the weights aim to keep (0.95)")
+    one.add_argument("--rule", choices=("keep", "drop"), default="keep",
+                     help="keep: the paper's; drop: its code's (keep)")
+    one.add_argument("--weights", choices=("grid", "convex", "mean"), default="grid",
+                     help="how several scorers are combined (grid)")
+    one.add_argument("--target-tpr", type=float, default=0.95,
+                     help="share of true claims that the weights aim to keep (0.95)")
     one.add_argument("--repeats", type=int, default=20, help="splits behind the report (20; 0: no report)")
     one.add_argument("--seed", type=int, default=0)
-    two = commands.add_parser("apply", help="filter new claims", description="The same file; labels are not needed, and give coverage if they are there.")
+    two = commands.add_parser("apply", help="filter new claims",
+                              description="The same file; labels are not needed, and give coverage if they are there.")
     two.add_argument("filter", help="from calibrate (JSON)")
     two.add_argument("file", help="claims (JSON lines)")
     two.add_argument("--out", help="the claims with kept: true or false (JSON lines)")
     two.add_argument("--seed", type=int, help="of the coin (the filter's own)")
-    two.add_argument("--unseen", choices=("error", "empty"), default="error", help="a group that the filter does not know: stop, or keep nothing (error)")
+    two.add_argument("--unseen", choices=("error", "empty"), default="error",
+                     help="a group that the filter does not know: stop, or keep nothing (error)")
     for command in (one, two):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -252,8 +278,8 @@ def build_parser() -> Parser:
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #3ceb8f5a
 def run_calibrate(a: argparse.Namespace) -> str:
     "Calibrate, write the filter, and give the report; warnings go to standard error."
-    made = calibrate(read_claim_file(a.file, labels=True), alpha=a.alpha, rule=a.rule, weights=a.weights, target_tpr=a.target_tpr, seed=a.seed,
-                     repeats=a.repeats)
+    made = calibrate(read_claim_file(a.file, labels=True), alpha=a.alpha, rule=a.rule, weights=a.weights,
+                     target_tpr=a.target_tpr, seed=a.seed, repeats=a.repeats)
     write_text(a.out, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
     for w in made["warnings"]:
         print(f"icl26: warning: {w}", file=sys.stderr)
@@ -271,10 +297,13 @@ def run_apply(a: argparse.Namespace) -> str:
     for at, m in zip(data.documents, masks):
         kept[at] = m
     if a.out:
-        write_text(a.out, "".join(json.dumps({**x, "kept": bool(k)}, ensure_ascii=False) + "\n" for x, k in zip(data.lines, kept)))
+        write_text(
+            a.out,
+            "".join(json.dumps({**x, "kept": bool(k)}, ensure_ascii=False) + "\n" for x, k in zip(data.lines, kept)))
     nothing = [group_name(r["group"]) for r in made["groups"] if r["keeps_nothing"] and r["group"] in report]
     if nothing:
-        print(f"icl26: warning: the filter keeps nothing in {', '.join(nothing)}: too few answers calibrated it", file=sys.stderr)
+        print(f"icl26: warning: the filter keeps nothing in {', '.join(nothing)}: too few answers calibrated it",
+              file=sys.stderr)
     rows = [dict(group=g, **r) for g, r in report.items()]
     return json.dumps(dict(alpha=maci.alpha, groups=rows), indent=1) if a.json else show_application(report, maci.alpha)
 
