@@ -394,7 +394,7 @@ def read_claims(
 ) -> list[dict]:  # one record a document: context, group, claims, labels
     "Labelled claims by document, in the order of the file. ValueError names the line that is wrong."
     documents: dict = {}
-    for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for i, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -41,7 +41,7 @@ def read_claim_file(
 ) -> ClaimFile:
     "The claims of a file. ValueError that names the file, the line and the field."
     lines, where, rows = [], [], {}
-    for i, text in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), 1):
+    for i, text in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if text.strip():
             lines.append(_line(text, f"{path}, line {i}", labels))
             where.append(f"{path}, line {i}")
