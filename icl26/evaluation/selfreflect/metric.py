@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ASK_MANY', 'FILL', 'logger', 'tempered', 'total_variation', 'list_answers', 'judge_prompt', 'word_tokens', 'Row',
-           'plan_rows', 'Comparison', 'JudgeError', 'SelfReflect', 'IdealReader', 'dataset_interval']
+           'plan_rows', 'Comparison', 'answer_totals', 'word_table', 'JudgeError', 'SelfReflect', 'IdealReader',
+           'dataset_interval']
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #fab3f1db
 import logging
@@ -151,9 +152,7 @@ class Comparison:
 
     def totals(self, summary: str) -> np.ndarray:  # (answers with rows, 2)
         "Sum of distances and number of rows of each test answer."
-        who, size = np.array([r.answer for r in self.rows], int), self.n_answers
-        both = np.stack([np.bincount(who, w, minlength=size) for w in (self.distances(summary), np.ones(len(who)))], 1) if len(who) else np.zeros((0, 2))
-        return both[both[:, 1] > 0] if len(both) else both
+        return answer_totals(self.distances(summary) if self.rows else [], [r.answer for r in self.rows])
 
     def interval(self, summary: str, *, level: float = 0.95, seed: int = 0) -> Interval:
         "The score with a bootstrap interval over test answers; nan ends below two answers."
@@ -163,17 +162,9 @@ class Comparison:
         return bootstrap_ci(t, _ratio, level=level, n_resamples=1999, method="percentile", seed=seed)
 
     def words(self, summary: str) -> pd.DataFrame:  # count, distance, share, shift; the largest share first
-        """Which masked words drive the score.
-
-        `share` of the score is a word's part of the sum of distances; `shift` is log p(word | summary) − log p(word | answers) in nats,
-        untempered: negative where the summary leaves the word out or understates it."""
+        "Which masked words drive the score, see `word_table`."
         moved = [np.nan if a is None else b - a for a, b in zip(self.reference, self.logprobs[summary])]
-        table = pd.DataFrame(dict(word=[r.word.strip(EDGE) or r.word for r in self.rows], answer=[r.answer for r in self.rows],
-                                  distance=self.distances(summary) if self.rows else [], shift=moved))
-        sums = table.groupby("word", sort=False).agg(count=("answer", "nunique"), distance=("distance", "mean"), total=("distance", "sum"),
-                                                     shift=("shift", lambda x: x.sum(min_count=1)))
-        sums["share"], sums["shift"] = sums.total / max(sums.total.sum(), 1e-300), sums["shift"] / sums["count"]
-        return sums.sort_values("total", ascending=False, kind="stable")[["count", "distance", "share", "shift"]]
+        return word_table(self.rows, self.distances(summary) if self.rows else [], moved)
 
     def to_dict(self) -> dict:
         "Plain JSON values; `from_dict` gives the object back."
@@ -184,13 +175,72 @@ class Comparison:
         "The object that `to_dict` wrote."
         return cls(**{**d, "gaps": [tuple(g) for g in d["gaps"]], "rows": [Row(**r) for r in d["rows"]]})
 
+# %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #fac24f55
+def answer_totals(
+    distances: Sequence[float],  # (R,) one a row
+    answers: Sequence[int],  # (R,) which test answer each row belongs to
+) -> np.ndarray:  # (answers with rows, 2)
+    "Sum of distances and number of rows of each test answer that has rows."
+    _, who = np.unique(np.asarray(answers, int), return_inverse=True)
+    return np.stack([np.bincount(who, w) for w in (np.asarray(distances, float), np.ones(len(who)))], 1) if len(who) else np.zeros((0, 2))
+
 
 def _ratio(totals: np.ndarray, axis: int) -> np.ndarray:
     "Sum of distances over number of rows, for (B, n, 2)."
     s = totals.sum(axis=axis)
     return s[..., 0] / s[..., 1]
 
+
+def word_table(
+    rows: Sequence[Row],  # R masked tokens
+    distances: Sequence[float],  # (R,)
+    moved: Sequence[float],  # (R,) log-probability after the summary minus after the answers; nan if not known
+) -> pd.DataFrame:  # count, distance, share, shift by word, the largest share first
+    "Answers that hold the word, its mean distance, its share of the sum, and its mean shift in nats."
+    table = pd.DataFrame(dict(word=[r.word.strip(EDGE) or r.word for r in rows], answer=[r.answer for r in rows], distance=distances, shift=moved))
+    sums = table.groupby("word", sort=False).agg(count=("answer", "nunique"), distance=("distance", "mean"), total=("distance", "sum"),
+                                                 shift=("shift", lambda x: x.sum(min_count=1)))
+    sums["share"], sums["shift"] = sums.total / max(sums.total.sum(), 1e-300), sums["shift"] / sums["count"]
+    return sums.sort_values("total", ascending=False, kind="stable")[["count", "distance", "share", "shift"]]
+
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #ff5dbec4
+def _blocks(items: Sequence, size: int) -> Iterable[Sequence]:
+    return (items[s : s + size] for s in range(0, len(items), size))
+
+
+class _Reader:
+    "Collects what is kept of the judge's distributions, one block of gaps at a time."
+
+    def __init__(self, temperatures: list[float], watch: list[int], asked: list[set[int]]):
+        self.temperatures, self.watch, self.asked, self.sent = [float(t) for t in temperatures], watch, asked, 0
+        self.tv, self.token, self.watched, self.normaliser = {}, {}, {}, {}
+
+    def block(self, ask: Any, gaps: Sequence[int], prompts: Mapping[str, list[str]]):
+        "Ask for the reference of these gaps, then for all summaries."
+        gap_of, reference = {prompts[""][g]: g for g in gaps}, {}
+        for prompt, logprobs in ask(list(gap_of)):
+            g = gap_of[prompt]
+            reference[g] = [tempered(logprobs, t) for t in self.temperatures]
+            self._keep("", g, logprobs)
+        users = {}
+        for key in prompts:
+            for g in gaps if key else ():
+                users.setdefault(prompts[key][g], []).append((key, g))
+        for prompt, logprobs in ask(sorted(users, key=lambda p: (len(p), p))):
+            g = users[prompt][0][1]
+            apart = [float(total_variation(tempered(logprobs, t), r)) for t, r in zip(self.temperatures, reference[g])]
+            for key, g in users[prompt]:
+                self.tv[key, g] = apart
+                self._keep(key, g, logprobs)
+        self.sent += len(gap_of) + len(users)
+
+    def _keep(self, key: str, g: int, logprobs: Tensor):
+        "Raw log-probabilities of the tokens asked for and watched, and the tempered normaliser."
+        self.token.update({(key, g, t): float(logprobs[t]) for t in self.asked[g]})
+        self.watched[key, g] = [float(logprobs[t]) for t in self.watch]
+        self.normaliser[key, g] = float((logprobs / self.temperatures[0]).logsumexp(-1))
+
+# %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #9df3836b
 logger = logging.getLogger(__name__)
 
 
@@ -295,43 +345,6 @@ class SelfReflect:
             if said.ndim != 2 or len(said) != len(batch) or torch.isnan(said).any():
                 raise JudgeError(f"the judge must give ({len(batch)}, V) log-probabilities without nan, got shape {tuple(said.shape)}")
             yield from zip(batch, said if said.dtype == torch.float64 else said.float())
-
-
-def _blocks(items: Sequence, size: int) -> Iterable[Sequence]:
-    return (items[s : s + size] for s in range(0, len(items), size))
-
-
-class _Reader:
-    "Collects what is kept of the judge's distributions, one block of gaps at a time."
-
-    def __init__(self, temperatures: list[float], watch: list[int], asked: list[set[int]]):
-        self.temperatures, self.watch, self.asked, self.sent = [float(t) for t in temperatures], watch, asked, 0
-        self.tv, self.token, self.watched, self.normaliser = {}, {}, {}, {}
-
-    def block(self, ask: Any, gaps: Sequence[int], prompts: Mapping[str, list[str]]):
-        "Ask for the reference of these gaps, then for all summaries."
-        gap_of, reference = {prompts[""][g]: g for g in gaps}, {}
-        for prompt, logprobs in ask(list(gap_of)):
-            g = gap_of[prompt]
-            reference[g] = [tempered(logprobs, t) for t in self.temperatures]
-            self._keep("", g, logprobs)
-        users = {}
-        for key in prompts:
-            for g in gaps if key else ():
-                users.setdefault(prompts[key][g], []).append((key, g))
-        for prompt, logprobs in ask(sorted(users, key=lambda p: (len(p), p))):
-            g = users[prompt][0][1]
-            apart = [float(total_variation(tempered(logprobs, t), r)) for t, r in zip(self.temperatures, reference[g])]
-            for key, g in users[prompt]:
-                self.tv[key, g] = apart
-                self._keep(key, g, logprobs)
-        self.sent += len(gap_of) + len(users)
-
-    def _keep(self, key: str, g: int, logprobs: Tensor):
-        "Raw log-probabilities of the tokens asked for and watched, and the tempered normaliser."
-        self.token.update({(key, g, t): float(logprobs[t]) for t in self.asked[g]})
-        self.watched[key, g] = [float(logprobs[t]) for t in self.watch]
-        self.normaliser[key, g] = float((logprobs / self.temperatures[0]).logsumexp(-1))
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #28481cd4
 class IdealReader:

