@@ -569,9 +569,9 @@ def test_detection_threshold_edges():
 
 def cached_answers():
     "A cached collection of the original bundled model in traffic, or None."
-    for entry in sorted((cache_folder() / "cached").glob("*/*/entry.json")):
+    for entry in sorted((cache_folder() / "cached").glob("*/*/entry.json"), key=lambda p: -p.stat().st_mtime):
         key = json.loads(entry.read_text())["key"]
-        if key.get("leg") == "answers_leg" and key["args"][0]["model"] == "bundled" and key["args"][1] is None:
+        if key.get("leg") == "answers_leg" and key["args"][0]["model"] == "bundled" and key["args"][1] is None and len(key["args"]) == 4:
             return key["args"], json.loads((entry.parent / "value.json").read_text())
     return None
 
@@ -580,10 +580,10 @@ def cached_answers():
 def test_five_raw_log_probabilities_again():
     known = cached_answers()
     if known is None:                                                                              # no cache yet: make a small one
-        args = [dict(model="bundled", dtype="bfloat16", device="cpu", batch_size=4), None, {"x": 5}, monitor.traffic_texts(20, (2, 6)), 1]
+        args = [dict(model="bundled", dtype="bfloat16", device="cpu", batch_size=4), None, [["x", 5, monitor.traffic_texts(20, (2, 6))]], 1]
         known = args, cached({"leg": "answers_leg", "args": args}, lambda: experiments.answers_leg(*args))
-    (spec, _, prompts, traffic, seed), value = known
-    prompt = min(prompts, key=len)
+    (spec, _, asked, seed), value = known
+    prompt, _, traffic = min(asked, key=lambda a: len(a[0]))
     stored = value["observations"][prompt]
     lm = experiments.open_model(**spec)
     for i in range(5):
