@@ -15,5 +15,6 @@ from .summaries import STRATEGIES, list_answers, summarize, tabulate
 from .validation import embedding_distance, interventions, lm_judge
 from .verdicts import claims
 
-_all_ = ["DEFAULT_STOPWORDS", "is_stopword", "mask_tasks", "Comparison", "IdealReader", "JudgeError", "SelfReflect", "dataset_interval", "tempered",
-         "total_variation", "SharedPrefix", "STRATEGIES", "list_answers", "summarize", "tabulate", "embedding_distance", "interventions", "lm_judge", "claims"]
+_all_ = ["DEFAULT_STOPWORDS", "is_stopword", "mask_tasks", "Comparison", "IdealReader", "JudgeError", "SelfReflect", "dataset_interval",
+         "tempered", "total_variation", "SharedPrefix", "STRATEGIES", "list_answers", "summarize", "tabulate", "embedding_distance",
+         "interventions", "lm_judge", "claims"]

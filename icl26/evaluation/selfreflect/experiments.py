@@ -21,7 +21,7 @@ from scipy.stats import rankdata
 from . import metric
 from .masking import DEFAULT_STOPWORDS
 from .metric import Comparison, SelfReflect
-from .summaries import list_answers, summarize, tabulate
+from .summaries import GREEDY, ask, list_answers, summarize, tabulate
 from .validation import ALMOST, KEY, Belief, interventions, moved
 from ...repro import cached
 
@@ -36,7 +36,7 @@ def judged(
     watch: Sequence[str] = (),  # words whose log-probability is kept
     temperatures: Sequence[float] = (),  # further τ
 ) -> tuple[Comparison, float]:  # what the judge said; seconds that it took when it was asked
-    "`SelfReflect.compare`, kept under the judge's weights and everything that is sent. A judge without `model_hash` is not kept."
+    "`SelfReflect.compare`, kept under the judge's weights and all that is sent, if the judge has a `model_hash`."
     ask = lambda: sr.compare(question, summaries, conditioning, test, watch=watch, temperatures=temperatures)
 
     def build() -> dict:
@@ -45,18 +45,23 @@ def judged(
 
     if not hasattr(sr.judge, "model_hash"):
         return ask(), 0.0
-    key = dict(what="selfreflect judge", model=sr.judge.model_hash, question=question, summaries=dict(summaries), conditioning=list(conditioning), test=list(test),
-               watch=list(watch), temperatures=[sr.temperature, *temperatures], chat=getattr(getattr(sr.judge, "tokenizer", None), "chat_template", None),
+    template = getattr(getattr(sr.judge, "tokenizer", None), "chat_template", None)
+    key = dict(what="selfreflect judge", model=sr.judge.model_hash, question=question, summaries=dict(summaries),
+               conditioning=list(conditioning), test=list(test), watch=list(watch), chat=template,
+               temperatures=[sr.temperature, *temperatures],
                stopwords=sorted(sr.stopwords) if sr.stopwords is not DEFAULT_STOPWORDS else None)
     found = cached(key, build, code=(metric,))
     return Comparison.from_dict(found["comparison"]), found["seconds"]
 
 # %% ../../../nbs/evaluation/selfreflect/06_experiments.ipynb #6faa7b04
-EXAMPLES = (("What is the capital of France?", "Paris"), ("Which animal says meow?", "Cat"), ("How many legs has a spider?", "Eight"),
-            ("Which gas do plants take in?", "Carbon dioxide"))
-OWN_QUESTIONS = ("What is the capital of Australia?", "Which planet has the most moons?", "In which country was the piano invented?", "What is the hardest natural substance?",
-                 "Which metal melts at the lowest temperature?", "Which country has the most lakes?", "In which city is the Prado museum?", "Which animal sleeps the most?",
-                 "Which vitamin does the sun give us?", "What is the largest desert on Earth?", "Which language has the most native speakers?", "Who painted the Night Watch?")
+EXAMPLES = (("What is the capital of France?", "Paris"), ("Which animal says meow?", "Cat"), 
+            ("How many legs has a spider?", "Eight"), ("Which gas do plants take in?", "Carbon dioxide"))
+OWN_QUESTIONS = ("What is the capital of Australia?", "Which planet has the most moons?",
+                 "In which country was the piano invented?", "What is the hardest natural substance?",
+                 "Which metal melts at the lowest temperature?", "Which country has the most lakes?",
+                 "In which city is the Prado museum?", "Which animal sleeps the most?",
+                 "Which vitamin does the sun give us?", "What is the largest desert on Earth?",
+                 "Which language has the most native speakers?", "Who painted the Night Watch?")
 
 
 def few_shot(
@@ -79,10 +84,12 @@ def own_answers(
     def build() -> dict:
         start = time.perf_counter()
         how = dict(max_new_tokens=max_new_tokens, stop="\n")
-        greedy, drawn = (lm.generate([prompt], **how, temperature=0)[0], lm.generate([prompt], **how, n=n, temperature=1.0, seed=seed)[0])
+        greedy = lm.generate([prompt], **how, temperature=0)[0]
+        drawn = lm.generate([prompt], **how, n=n, temperature=1.0, seed=seed)[0]
         return dict(greedy=greedy[0].strip(), drawn=[a.strip() for a in drawn], seconds=time.perf_counter() - start)
 
-    found = cached(dict(what="selfreflect answers", model=lm.model_hash, prompt=prompt, n=n, seed=seed, max_new_tokens=max_new_tokens), build)
+    key = dict(what="selfreflect answers", model=lm.model_hash, prompt=prompt, n=n, seed=seed, max_new_tokens=max_new_tokens)
+    found = cached(key, build)
     return found["greedy"], found["drawn"], found["seconds"]
 
 # %% ../../../nbs/evaluation/selfreflect/06_experiments.ipynb #56455352
@@ -92,11 +99,12 @@ def own_case(
     sizes: tuple[int, int, int],  # conditioning, test and fresh answers
     seed: int,
 ) -> dict:  # question, summaries, conditioning, test, seconds
-    "One question of `introspect` for a base model: greedy against a table of fresh samples; the fresh samples themselves are the noise floor."
+    "A question for a base model: greedy against a table of fresh samples; these as they are give the noise floor."
     greedy, drawn, seconds = own_answers(lm, question, sum(sizes), seed)
     a, b = sizes[0], sizes[0] + sizes[1]
     fresh = [x for x in drawn[b:] if x] or [greedy]
-    summaries = dict(greedy=greedy, sample_and_summarize=tabulate(fresh) if any(fresh) else greedy, floor=list_answers(fresh))
+    table = tabulate(fresh) if any(fresh) else greedy
+    summaries = dict(greedy=greedy, sample_and_summarize=table, floor=list_answers(fresh))
     return dict(question=question, summaries=summaries, conditioning=drawn[:a], test=drawn[a:b], seconds=seconds)
 
 
@@ -109,13 +117,14 @@ def instruct_case(
 ) -> dict:
     "The same for an instruct model, which writes all summaries itself."
     start = time.perf_counter()
-    from icl26.evaluation.selfreflect.summaries import GREEDY, ask
-
-    drawn = ask(lm, GREEDY.format(question=question), n=sum(sizes), max_new_tokens=max_new_tokens, temperature=1.0, seed=seed)
+    how = dict(n=sum(sizes), max_new_tokens=max_new_tokens, temperature=1.0, seed=seed)
+    drawn = ask(lm, GREEDY.format(question=question), **how)
     a, b = sizes[0], sizes[0] + sizes[1]
     fresh = drawn[b:]
-    summaries = {s: summarize(lm, question, s, max_new_tokens=max_new_tokens, answers=fresh) for s in ("greedy", "basic", "cot", "sample_and_summarize")}
-    return dict(question=question, summaries=summaries | {"floor": list_answers(fresh)}, conditioning=drawn[:a], test=drawn[a:b], seconds=time.perf_counter() - start)
+    summaries = {s: summarize(lm, question, s, max_new_tokens=max_new_tokens, answers=fresh)
+                 for s in ("greedy", "basic", "cot", "sample_and_summarize")}
+    return dict(question=question, summaries=summaries | {"floor": list_answers(fresh)}, conditioning=drawn[:a],
+                test=drawn[a:b], seconds=time.perf_counter() - start)
 
 # %% ../../../nbs/evaluation/selfreflect/06_experiments.ipynb #dca28454
 def ranked(
@@ -154,7 +163,8 @@ def intervention_summaries(
 
 # %% ../../../nbs/evaluation/selfreflect/06_experiments.ipynb #01f82da3
 DATA_FOLDER = "ICL26_SELFREFLECT_DATA"
-SOURCES = {"natural_questions": ("google-research-datasets/natural_questions", "default", "validation", lambda r: r["question"]["text"]),
+SOURCES = {"natural_questions": ("google-research-datasets/natural_questions", "default", "validation",
+                                 lambda r: r["question"]["text"]),
            "trivia_qa": ("mandarjoshi/trivia_qa", "rc", "validation", lambda r: r["question"]),
            "simple_qa": ("basicv8vc/SimpleQA", None, "test", lambda r: r["problem"])}
 JUDGE = "Qwen/Qwen2.5-7B-Instruct"                                            # the paper's
@@ -166,8 +176,10 @@ def load_questions(
     *,
     seed: int = 0,  # which, where there are more (of a folder's file; the Hub's are the first n)
 ) -> list[str]:
-    """Questions from <folder>/<name>.csv, or else from the Hub. ValueError for an unknown name or a file without the column `question`;
-    ImportError that names the package if the Hub is needed and `datasets` is missing."""
+    """Questions from <folder>/<name>.csv, or else from the Hub.
+
+    ValueError for an unknown name or a file without the column `question`; ImportError that names the package if the Hub is
+    needed and `datasets` is missing."""
     if name not in SOURCES:
         raise ValueError(f"name: want one of {', '.join(SOURCES)}, got {name!r}")
     if not (folder := os.environ.get(DATA_FOLDER)):

@@ -12,9 +12,10 @@ from collections.abc import Container
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
 # %% ../../../nbs/evaluation/selfreflect/01_masking.ipynb #2cd8833a
-NUMBER_WORDS = frozenset("one two three four five six eight nine ten eleven twelve fifteen twenty forty fifty sixty hundred first third once".split())
-ANSWER_WORDS = frozenset("bill bottom computer cry empty fill fire found front full interest mill mine name never no nobody none nothing "
-                         "part show side sincere system thick thin top un us".split())
+NUMBER_WORDS = frozenset("one two three four five six eight nine ten eleven twelve fifteen twenty forty fifty sixty "
+                         "hundred first third once".split())
+ANSWER_WORDS = frozenset("bill bottom computer cry empty fill fire found front full interest mill mine name never no "
+                         "nobody none nothing part show side sincere system thick thin top un us".split())
 DEFAULT_STOPWORDS = frozenset(ENGLISH_STOP_WORDS) - NUMBER_WORDS - ANSWER_WORDS
 EDGE = string.punctuation + string.whitespace
 
@@ -23,7 +24,7 @@ def is_stopword(
     word: str,  # as it stands in the text
     stopwords: Container[str] = DEFAULT_STOPWORDS,  # lower-case words without punctuation
 ) -> bool:
-    "Whether `word`, without punctuation at its ends and in lower case, is a stop word; what has nothing left counts as one."
+    "Whether `word`, stripped of punctuation and in lower case, is a stop word; what has nothing left counts as one."
     bare = word.strip(EDGE).lower()
     return not bare or bare in stopwords
 

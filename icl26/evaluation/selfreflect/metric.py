@@ -45,7 +45,8 @@ def total_variation(
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #0ba32791
 ASK_MANY = "Give {n} independent answers, one a line."
-FILL = "One word of another answer is missing, where the underscore stands. Fill the gap using only {source} above. Reply with the missing word alone."
+FILL = ("One word of another answer is missing, where the underscore stands. Fill the gap using only {source} above. "
+        "Reply with the missing word alone.")
 
 
 def list_answers(
@@ -182,7 +183,9 @@ def answer_totals(
 ) -> np.ndarray:  # (answers with rows, 2)
     "Sum of distances and number of rows of each test answer that has rows."
     _, who = np.unique(np.asarray(answers, int), return_inverse=True)
-    return np.stack([np.bincount(who, w) for w in (np.asarray(distances, float), np.ones(len(who)))], 1) if len(who) else np.zeros((0, 2))
+    if not len(who):
+        return np.zeros((0, 2))
+    return np.stack([np.bincount(who, w) for w in (np.asarray(distances, float), np.ones(len(who)))], 1)
 
 
 def _ratio(totals: np.ndarray, axis: int) -> np.ndarray:
@@ -197,9 +200,11 @@ def word_table(
     moved: Sequence[float],  # (R,) log-probability after the summary minus after the answers; nan if not known
 ) -> pd.DataFrame:  # count, distance, share, shift by word, the largest share first
     "Answers that hold the word, its mean distance, its share of the sum, and its mean shift in nats."
-    table = pd.DataFrame(dict(word=[r.word.strip(EDGE) or r.word for r in rows], answer=[r.answer for r in rows], distance=distances, shift=moved))
-    sums = table.groupby("word", sort=False).agg(count=("answer", "nunique"), distance=("distance", "mean"), total=("distance", "sum"),
-                                                 shift=("shift", lambda x: x.sum(min_count=1)))
+    names = [r.word.strip(EDGE) or r.word for r in rows]
+    table = pd.DataFrame(dict(word=names, answer=[r.answer for r in rows], distance=distances, shift=moved))
+    whole = lambda x: x.sum(min_count=1)
+    sums = table.groupby("word", sort=False).agg(count=("answer", "nunique"), distance=("distance", "mean"),
+                                                 total=("distance", "sum"), shift=("shift", whole))
     sums["share"], sums["shift"] = sums.total / max(sums.total.sum(), 1e-300), sums["shift"] / sums["count"]
     return sums.sort_values("total", ascending=False, kind="stable")[["count", "distance", "share", "shift"]]
 
@@ -234,6 +239,16 @@ class _Reader:
                 self._keep(key, g, logprobs)
         self.sent += len(gap_of) + len(users)
 
+    def comparison(self, gaps: list, rows: list[Row], prompts: dict[str, list[str]], n_answers: int) -> Comparison:
+        "What was collected, by gap and by row."
+        names = [name for name in prompts if name]
+        per_gap = lambda table, name: [table[name, g] for g in range(len(gaps))]
+        distances = {name: np.array(per_gap(self.tv, name)).reshape(-1, len(self.temperatures)).T.tolist() for name in names}
+        own = {name: [self.token.get((name, r.gap, r.token)) for r in rows] for name in prompts}
+        return Comparison(self.temperatures, gaps, rows, distances, own.pop(""), own,
+                          {name: per_gap(self.watched, name) for name in prompts},
+                          {name: per_gap(self.normaliser, name) for name in prompts}, prompts, n_answers, self.sent)
+
     def _keep(self, key: str, g: int, logprobs: Tensor):
         "Raw log-probabilities of the tokens asked for and watched, and the tempered normaliser."
         self.token.update({(key, g, t): float(logprobs[t]) for t in self.asked[g]})
@@ -249,7 +264,7 @@ class JudgeError(RuntimeError):
 
 
 class SelfReflect:
-    "Scores summaries of answers with a judge; lower is better. ValueError for a temperature or batch size that is not positive."
+    "Scores summaries of answers with a judge; lower is better. ValueError: temperature or batch size not positive."
 
     def __init__(
         self,
@@ -265,7 +280,8 @@ class SelfReflect:
             raise ValueError(f"temperature: must be positive, got {temperature!r}")
         if isinstance(batch_size, bool) or batch_size < 1:
             raise ValueError(f"batch_size: must be at least 1, got {batch_size!r}")
-        self.judge, self.temperature, self.stopwords, self.batch_size = judge, float(temperature), stopwords, int(batch_size)
+        self.judge, self.temperature = judge, float(temperature)
+        self.stopwords, self.batch_size = stopwords, int(batch_size)
 
     def score(
         self,
@@ -299,7 +315,8 @@ class SelfReflect:
         "Mean score by summary name over questions, nan ignored (nan if there is no other)."
         found = {}
         for r in records:
-            for name, x in self.score_many(r["question"], r["summaries"], r["conditioning_answers"], r["test_answers"]).items():
+            answers = r["conditioning_answers"], r["test_answers"]
+            for name, x in self.score_many(r["question"], r["summaries"], *answers).items():
                 found.setdefault(name, []).append(x)
         return {name: float(np.nanmean(x)) if np.isfinite(x).any() else float("nan") for name, x in found.items()}
 
@@ -319,19 +336,20 @@ class SelfReflect:
             raise ValueError("conditioning_answers: at least one answer is needed, got none")
         tokenizer = getattr(self.judge, "tokenizer", None)
         rows, gaps = plan_rows(test, self.stopwords, tokenizer)
-        bodies = {"": list_answers(answers), **{f"={name}": text for name, text in summaries.items()}}        # "" is no summary's name
-        prompts = {key: [judge_prompt(tokenizer, question, body, masked, None if key else len(answers)) + before for masked, before in gaps]
-                   for key, body in bodies.items()}
-        asked = [{r.token for r in rows if r.gap == g and r.token is not None} for g in range(len(gaps))]
-        reader = _Reader([self.temperature, *temperatures], [t for w in watch for _, t in word_tokens(tokenizer, w)[:1] if t is not None], asked)
-        for block in _blocks(sorted(range(len(gaps)), key=lambda g: (len("".join(gaps[g])), gaps[g])), self.batch_size):
+        if "" in summaries:
+            raise ValueError("summaries: a summary needs a name that is not empty")
+        bodies = {"": list_answers(answers), **summaries}                          # "" stands for the answers themselves
+        prompts = {name: [judge_prompt(tokenizer, question, body, masked, None if name else len(answers)) + before
+                          for masked, before in gaps] for name, body in bodies.items()}
+        asked = [set() for _ in gaps]
+        for r in rows:
+            asked[r.gap] |= {r.token} - {None}
+        first = [t for w in watch for _, t in word_tokens(tokenizer, w)[:1] if t is not None]
+        reader = _Reader([self.temperature, *temperatures], first, asked)
+        order = sorted(range(len(gaps)), key=lambda g: (len("".join(gaps[g])), gaps[g]))
+        for block in _blocks(order, self.batch_size):
             reader.block(self._ask, block, prompts)
-        own = lambda key: [reader.token.get((key, r.gap, r.token)) for r in rows]
-        per_gap = lambda table, key: [table[key, g] for g in range(len(gaps))]
-        contexts = {"": "", **{name: f"={name}" for name in summaries}}
-        return Comparison(reader.temperatures, gaps, rows, {name: np.array(per_gap(reader.tv, f"={name}")).reshape(-1, len(reader.temperatures)).T.tolist() for name in summaries},
-                          own(""), {name: own(f"={name}") for name in summaries}, {c: per_gap(reader.watched, k) for c, k in contexts.items()},
-                          {c: per_gap(reader.normaliser, k) for c, k in contexts.items()}, {c: prompts[k] for c, k in contexts.items()}, len(test), reader.sent)
+        return reader.comparison(gaps, rows, prompts, len(test))
 
     def _ask(self, prompts: Sequence[str]) -> Iterable[tuple[str, Tensor]]:
         "(prompt, log-probabilities (V,)) for each, in calls of at most `batch_size`. JudgeError."
@@ -343,14 +361,15 @@ class SelfReflect:
             except Exception as e:
                 raise JudgeError(f"the judge failed: {type(e).__name__}: {e}") from e
             if said.ndim != 2 or len(said) != len(batch) or torch.isnan(said).any():
-                raise JudgeError(f"the judge must give ({len(batch)}, V) log-probabilities without nan, got shape {tuple(said.shape)}")
+                raise JudgeError(f"the judge must give ({len(batch)}, V) log-probabilities without nan, "
+                                 f"got shape {tuple(said.shape)}")
             yield from zip(batch, said if said.dtype == torch.float64 else said.float())
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #28481cd4
 class IdealReader:
-    """A judge over a few one-word answers that believes what it reads: stated percentages, or the shares of the answers it sees.
+    """A judge over a few one-word answers that believes what it reads: stated percentages, or shares of the answers.
 
-    It reads the prompts of `judge_prompt`. Mass that a summary leaves unstated goes to the last token, which stands for anything else."""
+    It reads the prompts of `judge_prompt`. Mass that a summary leaves unstated goes to the last token: anything else."""
 
     def __init__(
         self,
@@ -387,14 +406,15 @@ def dataset_interval(
     n_resamples: int = 1999,
     seed: int = 0,
 ) -> Interval:
-    "The mean score over questions, with a percentile interval of the two-stage bootstrap. ValueError below two questions with rows."
+    "Mean score over questions, with a two-stage percentile bootstrap. ValueError below two questions with rows."
     kept = [np.asarray(t, float) for t in totals if len(t)]
     if len(kept) < 2:
         raise ValueError(f"totals: at least two questions with masked words are needed, got {len(kept)}")
     rng, scores = np.random.default_rng(seed), np.empty((len(kept), n_resamples))
     for q, t in enumerate(kept):
         scores[q] = _ratio(t[rng.integers(len(t), size=(n_resamples, len(t)))], axis=1)
-    drawn = rng.integers(len(kept), size=(n_resamples, len(kept)))                       # questions, then an independent resample of each
+    drawn = rng.integers(len(kept), size=(n_resamples, len(kept)))         # questions, then a resample of each
     means = scores[drawn, rng.integers(n_resamples, size=drawn.shape)].mean(axis=1)
     estimate = np.mean([_ratio(t[None], axis=1)[0] for t in kept])
-    return Interval(float(estimate), *(float(x) for x in np.quantile(means, [(1 - level) / 2, (1 + level) / 2])), level, len(kept), "two-stage bootstrap")
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(estimate), float(low), float(high), level, len(kept), "two-stage bootstrap")

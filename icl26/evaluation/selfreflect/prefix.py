@@ -52,7 +52,7 @@ class SharedPrefix:
         if not isinstance(lm, HFLM):
             raise TypeError(f"lm: an HFLM is needed, got a {type(lm).__name__}")
         self.lm, self.tokenizer = lm, lm.tokenizer
-        self.fed, self.asked = 0, 0                                    # tokens fed, and what they would be without sharing
+        self.fed, self.asked = 0, 0                           # tokens fed, and what they would be without sharing
 
     @property
     def model_hash(self) -> str:
@@ -63,7 +63,7 @@ class SharedPrefix:
         self,
         prompts: Sequence[str],  # N prompts
     ) -> Tensor:  # (N, vocabulary) float32 on the CPU, nats
-        "Log-probability of every token of the vocabulary as the next one. ValueError for a prompt longer than the model's context."
+        "Log-probability of every token as the next one. ValueError for a prompt longer than the model's context."
         rows, limit = [encode_prompt(self.tokenizer, p) for p in prompts], context_length(self.lm.model)
         if limit and rows and (longest := max(map(len, rows))) > limit:
             raise ValueError(f"prompts: one has {longest} tokens, more than the model's context of {limit}")

@@ -24,7 +24,7 @@ def shares_text(
 def tabulate(
     answers: Sequence[str],  # N answers
 ) -> str:  # "70% Barton, 20% Fisher, 10% Deakin", or the only answer
-    "The answers' shares, grouped without regard to case, shown as first seen. ValueError without an answer that is not blank."
+    "The answers' shares, grouped without regard to case, shown as first seen. ValueError without an answer."
     counts = {}
     for a in (a.strip() for a in answers):
         if a:
@@ -33,17 +33,19 @@ def tabulate(
     if not counts:
         raise ValueError(f"answers: at least one that is not blank is needed, got {list(answers)!r:.80}")
     n = sum(k for _, k in counts.values())
-    return next(a for a, _ in counts.values()) if len(counts) == 1 else shares_text([(a, k / n) for a, k in counts.values()])
+    if len(counts) == 1:
+        return next(iter(counts.values()))[0]
+    return shares_text([(a, k / n) for a, k in counts.values()])
 
 # %% ../../../nbs/evaluation/selfreflect/04_summaries.ipynb #6130def1
 GREEDY = "{question}\nAnswer briefly."
-BASIC = ("{question}\nYou may be unsure. In one short text, name every answer that you consider possible and say how likely each of them is. "
-         "Do not settle for one of them unless you are certain.")
-COT = ("{question}\nFirst think about several answers that could be right, and about how likely each is. Then write one line that begins with "
-       "\"Summary:\" and names all possible answers with their likelihoods.")
-SUMMARIZE = ("{question}\nThis question was answered {n} times:\n{answers}\n\nSum these answers up in one text that answers the question. Begin with the "
-             "most frequent answer, then give the others, with words or percentages that say how often each occurs. Give numbers that spread as a range. "
-             "Do not list two ways of saying the same thing twice, and neither add nor correct anything.")
+BASIC = ("{question}\nYou may be unsure. In one short text, name every answer that you consider possible and say how "
+         "likely each of them is. Do not settle for one of them unless you are certain.")
+COT = ("{question}\nFirst think about several answers that could be right, and about how likely each is. Then write "
+       "one line that begins with \"Summary:\" and names all possible answers with their likelihoods.")
+SUMMARIZE = ("{question}\nThis question was answered {n} times:\n{answers}\n\nSum these answers up in one text that "
+             "answers the question. Begin with the most frequent answer, then give the others, with words or percentages "
+             "that say how often each occurs. Give numbers that spread as a range. Do not list two ways of saying the same thing twice, and neither add nor correct anything.")
 STRATEGIES = ("greedy", "basic", "cot", "sample_and_summarize", "concatenate", "tabulate")
 
 
@@ -93,7 +95,8 @@ def summarize(
         text = say({"greedy": GREEDY, "basic": BASIC, "cot": COT}[strategy].format(question=question))
         return after_summary(text) if strategy == "cot" else text
     if answers is None:
-        answers = ask(lm, GREEDY.format(question=question), n=n, max_new_tokens=max_new_tokens, temperature=1.0, seed=seed)
+        how = dict(n=n, max_new_tokens=max_new_tokens, temperature=1.0, seed=seed)
+        answers = ask(lm, GREEDY.format(question=question), **how)
     if not len(answers):
         raise ValueError("answers: at least one is needed, got none")
     if strategy == "tabulate":

@@ -38,12 +38,14 @@ def parse_record(
         r |= dict(conditioning_answers=r["answers"][::2], test_answers=r["answers"][1::2])
     for key in ("conditioning_answers", "test_answers"):
         if not texts(r.get(key)) or not r[key]:
-            raise ValueError(f"{where}: want answers, or conditioning_answers and test_answers, as lists of texts; {key} is missing or empty")
+            raise ValueError(f"{where}: want answers, or conditioning_answers and test_answers, as lists of texts; "
+                             f"{key} is missing or empty")
     if not isinstance(r.get("question"), str) or not r["question"].strip():
         raise ValueError(f"{where}: question must be a text")
     s = r.get("summaries")
-    if not isinstance(s, dict) or not s or not all(isinstance(t, str) for t in s.values()):
-        raise ValueError(f"{where}: summaries must be an object of names and texts, such as {{\"said\": \"Probably Barton.\"}}")
+    if not isinstance(s, dict) or not s or "" in s or not all(isinstance(t, str) for t in s.values()):
+        raise ValueError(f"{where}: summaries must be an object of names and texts, "
+                         "such as {\"said\": \"Probably Barton.\"}")
     return {k: r[k] for k in ("question", "summaries", "conditioning_answers", "test_answers")}
 
 
@@ -76,7 +78,8 @@ def evaluate(
     seed: int = 0,
 ) -> tuple[dict, dict]:  # plain JSON values: the question's report; {summary: totals} for the mean over questions
     "Scores, intervals and words of one question. JudgeError."
-    c = sr.compare(record["question"], record["summaries"] | yardsticks(record), record["conditioning_answers"], record["test_answers"])
+    c = sr.compare(record["question"], record["summaries"] | yardsticks(record), record["conditioning_answers"],
+                   record["test_answers"])
     report = {name: _entry(c, name, words, seed) for name in c.tv}
     return dict(question=record["question"], summaries=report, prompts=c.sent), {name: c.totals(name) for name in c.tv}
 
@@ -85,8 +88,8 @@ def _entry(c: Comparison, name: str, words: int, seed: int) -> dict:
     i = c.interval(name, seed=seed)
     out = dict(score=_finite(i.estimate), low=_finite(i.low), high=_finite(i.high), answers=i.n)
     if not name.startswith("("):
-        out["words"] = [dict(word=w, count=int(r["count"]), share=float(r["share"]), distance=float(r["distance"]), shift=_finite(r["shift"]))
-                        for w, r in c.words(name).head(words).iterrows()]
+        out["words"] = [dict(word=w, count=int(r["count"]), share=float(r["share"]), distance=float(r["distance"]),
+                             shift=_finite(r["shift"])) for w, r in c.words(name).head(words).iterrows()]
     return out
 
 
@@ -129,15 +132,22 @@ def show_report(
         out.append(q["question"])
         if "error" in q:
             out.append(f"  no score: {q['error']}")
-        for name, x in sorted(q["summaries"].items(), key=lambda s: (s[0].startswith("("), math.inf if s[1]["score"] is None else s[1]["score"])):
+        for name, x in sorted(q["summaries"].items(), key=_order):
             out.append(line(name, x))
-            out += [f"      {w['word']:20.20} {w['share']:4.0%} of the score{_shift(w['shift'])}" for w in x.get("words", ())[:words]]
+            out += [f"      {w['word']:20.20} {w['share']:4.0%} of the score{_shift(w['shift'])}"
+                    for w in x.get("words", ())[:words]]
         out.append("")
     if r["mean"]:
         out.append(f"mean over questions (lower is better, τ = {r['temperature']:g})")
-        out += [line(name, x) for name, x in sorted(r["mean"].items(), key=lambda s: (s[0].startswith("("), s[1]["score"]))]
+        out += [line(name, x) for name, x in sorted(r["mean"].items(), key=_order)]
         out.append("")
     return "\n".join([*out, f"{r['prompts']} prompts to the judge"])
+
+
+def _order(entry: tuple[str, Mapping]) -> tuple[bool, float]:
+    "Best first, the yardsticks last."
+    name, x = entry
+    return name.startswith("("), math.inf if x["score"] is None else x["score"]
 
 
 def _span(x: Mapping) -> str:
@@ -161,11 +171,14 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     "The arguments of `icl26 use selfreflect`."
-    parser = Parser(prog="icl26 use selfreflect", description="Score how faithfully summaries describe a model's distribution over answers; lower is better.")
-    parser.add_argument("file", help='JSON lines: {"question", "answers" (or "conditioning_answers" and "test_answers"), "summaries": {name: text}}')
-    parser.add_argument("--judge", required=True, metavar="MODEL", help="Hub id or folder of a Transformers causal LM, or 'bundled'")
-    parser.add_argument("--temperature", type=float, default=5.0, help="flattens the judge's distributions (5); scores of different values can't be compared")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where the judge computes (auto)")
+    parser = Parser(prog="icl26 use selfreflect", description="Score how faithfully summaries describe a model's "
+                    "distribution over answers; lower is better.")
+    parser.add_argument("file", help='JSON lines: {"question", "answers" (or "conditioning_answers" and "test_answers"), '
+                                     '"summaries": {name: text}}')
+    parser.add_argument("--judge", required=True, metavar="MODEL", help="Hub id or folder of a causal LM, or 'bundled'")
+    parser.add_argument("--temperature", type=float, default=5.0, help="flattens the judge's distributions (5); "
+                        "scores of different values can't be compared")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where it computes (auto)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts in one call of the judge (32)")
     parser.add_argument("--words", type=int, default=5, help="words to name for each summary (5)")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (0)")
@@ -185,7 +198,7 @@ def load_judge(
             return SharedPrefix(HFLM.bundled(device="cpu" if device == "auto" else device))
         return SharedPrefix(HFLM(name, device=device))
     except (OSError, ValueError, RuntimeError) as e:
-        raise ValueError(f"--judge {name}: {str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}") from e
+        raise ValueError(f"--judge {name}: {(str(e).strip() or type(e).__name__).splitlines()[0]}") from e
 
 
 def main(
@@ -197,7 +210,8 @@ def main(
         if not a.temperature > 0 or a.batch_size < 1 or a.words < 0:
             raise ValueError("--temperature and --batch-size must be positive, --words at least 0")
         records = read_records(a.file)
-        r = evaluate_all(load_judge(a.judge, a.device), records, temperature=a.temperature, batch_size=a.batch_size, words=a.words, seed=a.seed)
+        r = evaluate_all(load_judge(a.judge, a.device), records, temperature=a.temperature, batch_size=a.batch_size,
+                         words=a.words, seed=a.seed)
         print(json.dumps(r, indent=1, ensure_ascii=False) if a.json else show_report(r, a.words))
         return 1 if all("error" in q for q in r["questions"]) else 0
     except SystemExit as e:                                            # --help

