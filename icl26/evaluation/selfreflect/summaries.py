@@ -45,7 +45,8 @@ COT = ("{question}\nFirst think about several answers that could be right, and a
        "one line that begins with \"Summary:\" and names all possible answers with their likelihoods.")
 SUMMARIZE = ("{question}\nThis question was answered {n} times:\n{answers}\n\nSum these answers up in one text that "
              "answers the question. Begin with the most frequent answer, then give the others, with words or percentages "
-             "that say how often each occurs. Give numbers that spread as a range. Do not list two ways of saying the same thing twice, and neither add nor correct anything.")
+             "that say how often each occurs. Give numbers that spread as a range. Do not list two "
+             "ways of saying the same thing twice, and neither add nor correct anything.")
 STRATEGIES = ("greedy", "basic", "cot", "sample_and_summarize", "concatenate", "tabulate")
 
 

@@ -145,7 +145,8 @@ def embedding_distance(
 
 # %% ../../../nbs/evaluation/selfreflect/05_validation.ipynb #75a2a78f
 RATE = ("Question: {question}\nThese answers were given:\n{answers}\n\nSummary: {summary}\n\n"
-        "How faithfully does the summary describe the answers and how often each occurs? Rate from 1 (not at all) to 5 (perfectly).\nRating:")
+        "How faithfully does the summary describe the answers and how often each occurs? Rate from 1 (not at all) "
+        "to 5 (perfectly).\nRating:")
 
 
 def lm_judge(

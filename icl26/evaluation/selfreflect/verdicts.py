@@ -67,7 +67,8 @@ def _metric_claims(scale: str) -> list[Claim]:
               scale=scale, unit="mean rank correlation of score and share moved to a wrong option", higher_is_better=True,
               reproduced=[holds("interval_above", 0)], partly=[]),
         Claim("baselines", statement="SelfReflect separates good from bad summaries better than embedding distance",
-              source="text", scale=scale, unit="difference of the shares of spoiled summaries ranked behind the good one", higher_is_better=True,
+              source="text", scale=scale, unit="difference of the shares of spoiled summaries ranked behind the good one",
+              higher_is_better=True,
               reproduced=[holds("interval_above", 0)], partly=[]),
     ]
 
@@ -87,4 +88,5 @@ def _introspection_claims(scale: str) -> list[Claim]:
 
 def _check() -> Claim:
     return Claim("closed_form", statement="With an ideal reader and τ = 1 the score equals the total variation distance of "
-                 "stated and empirical shares", source="our check", scale="mechanism", unit="largest absolute deviation", higher_is_better=False, descriptive=True)
+                 "stated and empirical shares", source="our check", scale="mechanism", unit="largest absolute deviation",
+                 higher_is_better=False, descriptive=True)
