@@ -261,14 +261,14 @@ def readme(
     "The README that belongs to nbs/index.ipynb as it stands."
     import nbformat
     import yaml
-    from execnb.nbio import nb2str, read_nb
+    from execnb.nbio import nb2str
     from nbconvert import MarkdownExporter
     from nbdev.config import get_config
-    from nbdev.processors import FilterDefaults
 
-    cfg, nb = get_config(path=top), read_nb(top / "nbs/index.ipynb")
-    FilterDefaults()(nb)
-    nb, front = nbformat.reads(nb2str(nb), as_version=4), {}
+    from icl26.docs import processed
+
+    cfg = get_config(path=top)
+    nb, front = nbformat.reads(nb2str(processed(top / "nbs/index.ipynb", absolute=True)), as_version=4), {}
     nb.metadata["language_info"] = {"name": "python"}
     for cell in [c for c in nb.cells if c.cell_type == "raw"]:
         front = yaml.safe_load(cell.source.strip().strip("-")) or {}

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['WIDTH', 'SHARED', 'LINK', 'AREAS', 'MATH_STYLE', 'MATH_SETUP', 'REMOTE_MATH', 'REMOTE_FONT', 'RENDERERS', 'EXPECTED',
            'annotation', 'default', 'parameter', 'beside', 'signature', 'function_of', 'methods', 'docstring',
-           'method_entry', 'source_link', 'Renderer', 'exports_to', 'names_in', 'plumbing', 'folded', 'with_code',
-           'process', 'process_all', 'page_name', 'page_names', 'relink', 'drop_numbers', 'entries', 'section',
-           'sidebar', 'site_settings', 'local_math', 'copy_mathjax', 'relative', 'image_widths', 'Links',
-           'broken_links', 'choose', 'render', 'finish', 'checkout', 'build', 'verdicts', 'papers_table']
+           'method_entry', 'source_link', 'Renderer', 'nearness', 'entry_of', 'linked', 'exports_to', 'names_in',
+           'plumbing', 'folded', 'with_code', 'home_of', 'processed', 'process', 'process_all', 'page_name',
+           'page_names', 'relink', 'drop_numbers', 'entries', 'section', 'sidebar', 'site_settings', 'local_math',
+           'copy_mathjax', 'relative', 'image_widths', 'Links', 'broken_links', 'choose', 'render', 'finish',
+           'checkout', 'build', 'verdicts', 'papers_table']
 
 # %% ../nbs/03_docs.ipynb #f83d87c2
 import ast
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import textwrap
 from base64 import b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -95,9 +96,12 @@ def signature(
 
     try:
         sig = inspect.signature(sym, eval_str=True)
-        said = docments(sym, full=True)
     except (ValueError, TypeError):
         return ""
+    try:
+        said = docments(sym, full=True)
+    except OSError:                                         # made by a decorator or a call: there is no source to read
+        said = {}
     word = "class" if inspect.isclass(sym) else "async def" if inspect.iscoroutinefunction(sym) else "def"
     params = [p for p in sig.parameters.values() if p.name not in ("self", "cls")]
     back = sig.return_annotation
@@ -194,6 +198,62 @@ class Renderer:
     def __repr__(self):
         return f"{signature(self.sym) or self.name}\n{inspect.getdoc(self.sym) or ''}"
 
+# %% ../nbs/03_docs.ipynb #a6cf6710
+def nearness(
+    module: str,  # that holds a symbol
+    home: str,  # module or package of the page
+    areas: Iterable[str],
+) -> int | None:
+    "How near a module is to a page: 0 the same, 1 its paper, 2 its area, 3 what all share; None for another paper or area."
+    at, here = module.split("."), home.split(".")
+    if module == home:
+        return 0
+    if at[1] not in areas:                                  # icl26.stats, icl26.lm.types
+        return 1 if len(here) > 2 and here[1] == at[1] else 3
+    if here[1:2] != at[1:2]:
+        return None
+    if len(here) > 2 and at[2:3] == here[2:3]:
+        return 1
+    return 2 if len(at) == 3 else None                      # icl26.decision.envs; a paper's modules are one deeper
+
+
+def entry_of(
+    name: str,  # as it stands in backticks
+    home: str,  # module or package of the page
+    symbols: Mapping[str, Mapping],  # by module: {full name: (page#anchor, file)}, as nbdev's index has them
+    areas: Iterable[str],
+) -> str | None:
+    "`page#anchor` of the symbol that a name means on a page, None if there is none or more than one."
+    found = {}
+    for module, names in symbols.items():
+        if name in names:
+            return names[name][0]
+        near = nearness(module, home, areas)
+        if near is not None and f"{module}.{name}" in names:
+            found.setdefault(near, []).append(names[f"{module}.{name}"][0])
+    nearest = found[min(found)] if found else []
+    return nearest[0] if len(nearest) == 1 else None
+
+
+def linked(
+    text: str,  # Markdown
+    home: str,  # module or package of the page
+    symbols: Mapping[str, Mapping],  # as for `entry_of`
+    areas: Iterable[str],
+    address: Callable[[str], str],  # of `page.html#anchor`
+) -> str:
+    "The text with links behind names in backticks, but not in code, headings and existing links."
+    def link(m):
+        where = entry_of(m[2], home, symbols, areas)
+        return f"[{m[1]}]({address(where)})" if where else m[0]
+
+    out, fence = [], False
+    for line in text.splitlines(keepends=True):
+        fence ^= line.lstrip().startswith("```")
+        plain = not fence and not line.startswith(("    ", "#")) and not line.startswith("```")
+        out.append(re.sub(r"(?<!\[)(`([A-Za-z_][\w.]*)(?:\(\))?`)(?!\])", link, line) if plain else line)
+    return "".join(out)
+
 # %% ../nbs/03_docs.ipynb #79be2363
 def exports_to(
     cells: Iterable[Mapping],  # of a notebook
@@ -265,33 +325,61 @@ def with_code(
     return out
 
 
-def process(
+def home_of(
+    path: Path,  # a notebook
+    nbs: Path,  # the folder of notebooks
+    module: str | None,  # that it exports to
+) -> str:
+    "The module or package whose names a page means first."
+    return module or ".".join(("icl26", *path.relative_to(nbs).parts[:-1]))
+
+
+def processed(
     src: Path,  # a notebook
-    dst: Path,  # where the processed one goes
     fold: str = "true",  # whether exported code is folded at first: "true" or "show"
-) -> None:
-    "nbdev's processing of one notebook. RuntimeError that names the notebook if an entry cannot be made."
-    from execnb.nbio import read_nb, write_nb
+    *,
+    absolute: bool = False,  # whether names link to the site's address, as a README needs it
+) -> object:
+    "A notebook as nbdev's processing leaves it. RuntimeError that names the notebook if an entry cannot be made."
+    from execnb.nbio import read_nb
     from execnb.shell import CaptureShell
+    from nbdev.config import get_config
     from nbdev.process import Processor
-    from nbdev.processors import FilterDefaults, add_show_docs, exec_show_docs
+    from nbdev.processors import FilterDefaults, add_links, add_show_docs, exec_show_docs
     from nbdev.showdoc import show_doc
 
-    os.environ["IN_TEST"] = "1"
-    os.chdir(src.parent)                                    # nbdev finds settings.ini from here
-    nb = read_nb(src)
-    shell = CaptureShell()
+    src = Path(src).resolve()
+    nbs = next(folder for folder in src.parents if (folder.parent / "settings.ini").is_file())
+    cfg, nb, shell = get_config(path=nbs.parent), read_nb(src), CaptureShell()
+    module = exports_to(nb.cells)
     try:
-        module = exports_to(nb.cells)
         shell.user_ns.update({**(vars(import_module(module)) if module else {}), "show_doc": show_doc})
     except ImportError as e:
         raise RuntimeError(f"{src}: {module} cannot be imported: {e}") from e
+    symbols = import_module("icl26._modidx").d["syms"]
+    home = home_of(src, nbs, module)
+    areas = {*AREAS, *(p.area for p in find_papers(nbs))}
+    is_entry = re.compile(r"(#\|.*\n)*show_doc\(")
 
     def show(cell):
-        if cell.cell_type == "code" and re.match(r"(#\|.*\n)*show_doc\(", cell.source):
+        if cell.cell_type == "code" and is_entry.match(cell.source):
             shell.cell(cell)
-            if shell.exc:
-                raise RuntimeError(f"{src}: {cell.source}\n{type(shell.exc).__name__}: {shell.exc}")
+            if shell.exc or not any("text/markdown" in out.get("data", {}) for out in cell.outputs):
+                raise RuntimeError(f"{src}: {cell.source}: no entry could be made: {shell.exc!r}")
+
+    up = "../" * (len(src.relative_to(nbs).parts) - 1)
+
+    def address(where):
+        return f"{cfg.doc_host}{cfg.doc_baseurl}/{where}" if absolute else up + where.replace(".html#", ".ipynb#")
+
+    def link(cell):
+        to = lambda text: linked(text, home, symbols, areas, address)
+        if cell.cell_type == "markdown":
+            cell.source = to(cell.source)
+        elif is_entry.match(cell.source):
+            for out in cell.get("outputs", []):
+                if "text/markdown" in out.get("data", {}):
+                    out["data"]["text/markdown"] = to("".join(out["data"]["text/markdown"])).splitlines(keepends=True)
 
     class Code(Processor):
         def begin(self):
@@ -299,10 +387,24 @@ def process(
 
     class Filter(FilterDefaults):
         def base_procs(self):
-            mine = {exec_show_docs: [show], add_show_docs: [add_show_docs, Code]}
+            mine = {exec_show_docs: [show], add_show_docs: [add_show_docs, Code], add_links: [link]}
             return [q for p in super().base_procs() for q in mine.get(p, [p])]
 
     Filter()(nb)
+    return nb
+
+
+def process(
+    src: Path,  # a notebook
+    dst: Path,  # where the processed one goes
+    fold: str = "true",  # as for `processed`
+) -> None:
+    "Write the processed notebook. RuntimeError as there."
+    from execnb.nbio import write_nb
+
+    os.environ["IN_TEST"] = "1"
+    os.chdir(src.parent)                                    # nbdev finds settings.ini from here
+    nb = processed(src, fold)
     dst.parent.mkdir(parents=True, exist_ok=True)
     write_nb(nb, dst)
 
@@ -474,10 +576,11 @@ def relative(
 ) -> str:
     "Links to the site's own address, made relative to the page; canonical addresses in the head stay."
     def local(m):
-        return f'{m[1]}{"../" * depth or "./"}{m[2].lstrip("/")}"'
+        rest = re.sub(r'\s*(?:target="_blank"|rel="[^"]*")', "", m[3])
+        return f'{m[1]}{"../" * depth or "./"}{m[2].lstrip("/")}"{rest}'
 
     head, sep, body = page.partition("</head>")
-    return head + sep + re.sub(rf'(<a\b[^>]*href="){re.escape(base.rstrip("/"))}(/[^"]*)"', local, body)
+    return head + sep + re.sub(rf'(<a\b[^>]*href="){re.escape(base.rstrip("/"))}((?:/[^"]*)?)"([^>]*)', local, body)
 
 
 REMOTE_FONT = re.compile(r"@import\s+(?:url\(\s*[\"']?https?:[^)]*\)|[\"']https?:[^\"']*[\"'])\s*;?")
@@ -628,8 +731,8 @@ def verdicts(
     claims: Iterable[Mapping],  # records of a results.json
 ) -> str:
     "The claims by verdict, as Markdown for one cell of a table."
-    named = {v: [f"`{c['id']}`" for c in claims if c["verdict"] == v] for v in VERDICTS}
-    return "<br>".join(f"**{v}** {' '.join(ids)}" for v, ids in named.items() if ids)
+    named = {v: [c["id"] for c in claims if c["verdict"] == v] for v in VERDICTS}
+    return "<br>".join(f"**{v}**: {', '.join(ids)}" for v, ids in named.items() if ids)
 
 
 def papers_table(
@@ -645,5 +748,5 @@ def papers_table(
         record = committed(p.slug).record
         title = html.escape(p.title, quote=False).replace("|", "\\|")
         said = verdicts(record["claims"]) if record else "no committed run"
-        rows.append(f"| [{title}]({p.area}/{p.slug}/index.ipynb)<br>{p.area} · `{p.slug}` | {said} |")
+        rows.append(f"| [{title}]({p.area}/{p.slug}/index.ipynb)<br>{p.area} · {p.slug} | {said} |")
     return Markdown("\n".join(rows))

@@ -109,7 +109,7 @@ def test_the_tables_of_papers_come_from_the_results(site):
         claims = json.loads(path.read_text())["claims"]
         assert f"· {path.parent.name}" in home
         for verdict in {c["verdict"] for c in claims}:
-            assert f"{verdict} {' '.join(c['id'] for c in claims if c['verdict'] == verdict)}" in home
+            assert f"{verdict}: {', '.join(c['id'] for c in claims if c['verdict'] == verdict)}" in home
     assert "Noisy but Valid" in "".join(Read((site / "papers.html").read_text()).text)
 
 
