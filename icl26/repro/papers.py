@@ -328,14 +328,14 @@ def differences(
 
 # %% ../../nbs/repro/03_papers.ipynb #74c3a83f
 def number(x: object) -> str:
-    "A number in at most four significant digits, – for None, anything else as text."
+    "A number in at most four significant digits (whole ones in full), – for None, anything else as text."
     if x is None or isinstance(x, (bool, str)):
         return "–" if x is None else str(x)
     if isinstance(x, (list, tuple)):
         return ", ".join(map(number, x))
     if isinstance(x, Mapping):
         return ", ".join(f"{k} {number(v)}" for k, v in x.items())
-    return f"{x:.4g}"
+    return f"{x:.0f}" if abs(x) < 1e7 and x == int(x) else f"{x:.4g}"
 
 
 def measured(claim: Mapping) -> str:

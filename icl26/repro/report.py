@@ -233,6 +233,7 @@ table{border-collapse:collapse;width:100%;margin:.5rem 0}
 th,td{text-align:left;vertical-align:top;padding:.4rem .5rem;border-bottom:1px solid var(--line)}
 td{min-width:5rem}
 td[data-label=measured]{min-width:9rem}
+#claims td[data-label=paper]{min-width:8rem}
 .word,th{white-space:nowrap}
 th button{border:0;background:none;padding:0;font-weight:600;cursor:pointer}
 th[aria-sort=ascending] button::after{content:" \\2191"}
