@@ -347,7 +347,7 @@ def measured(claim: Mapping) -> str:
     return f"{number(claim['measured'])}{interval} {claim.get('unit') or ''}".rstrip()
 
 # %% ../../nbs/repro/03_papers.ipynb #374962d6
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Committed:
     "The committed results of a paper; `record` is None if there are none."
 
@@ -358,6 +358,9 @@ class Committed:
         "Statement, the paper's value, ours, verdict of each claim."
         claims = self.record["claims"] if self.record else []
         return [(c["statement"], number(c.get("paper_value")), measured(c), c["verdict"]) for c in claims]
+
+    def __repr__(self) -> str:
+        return f"Committed({self.slug!r}, {len(self.rows())} claims)"
 
     def _repr_markdown_(self) -> str:
         if not self.record:
