@@ -152,7 +152,9 @@ def required_human(
     zeta: float = 0.05,  # level
     power: float = 0.8,  # probability to certify that you want
 ) -> int:
-    "Smallest number of human labels with at least this asymptotic power. ValueError if failure_rate >= alpha or no number is enough."
+    """Smallest number of human labels with at least this asymptotic power; at least 2 for "noisy", which needs a failure and a pass.
+
+    ValueError if failure_rate >= alpha or no number is enough."""
     if method not in ("noisy", "direct"):
         raise ValueError(f"method: want 'noisy' or 'direct', got {method!r}")
     _below(failure_rate, alpha)
@@ -162,7 +164,7 @@ def required_human(
     if at(1e12) < 0:
         raise ValueError(f"power: {target:g} is out of reach: with unlimited human labels it is {at(1e12) + target:.3f}; "
                          "add judge labels (n_judge) or take a better judge")
-    return int(np.ceil(_root(at, 2, 1e12, log=True)))
+    return int(np.ceil(_root(at, 2 if method == "noisy" else 1, 1e12, log=True)))
 
 
 def minimum_tpr(
