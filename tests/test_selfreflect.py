@@ -62,9 +62,9 @@ def naive(judge, question, summary, conditioning, test, tau, tokenizer):
         words = answer.split()
         keep = [i for i, w in enumerate(words) if not sr.is_stopword(w)] or range(len(words))
         for i in keep:
-            masked, start = " ".join(words[:i] + ["_"] + words[i + 1:]), 1 if tokenizer is not None else 0
-            befores = ["", *((" " + words[i])[:k] for k in range(start, len(words[i]) + 1))] if tokenizer is not None else [""]
-            befores = ["", *[b for b in befores[1:] if b != " "]] if tokenizer is not None else befores
+            masked, befores = " ".join(words[:i] + ["_"] + words[i + 1:]), [""]
+            if tokenizer is not None:                            # bytes: after the space and each letter but the last
+                befores += [f" {words[i][:k]}" for k in range(1, len(words[i]))]
             for before in befores:
                 prompts = [judge_prompt(tokenizer, question, body, masked, n) + before
                            for body, n in ((summary, None), (list_answers(conditioning), len(conditioning)))]
@@ -294,7 +294,7 @@ def check_part(claim, part):
 
 def check_run(record):
     by_id = {c["id"]: c for c in record["claims"]}
-    assert list(by_id) == ["rank", "fine", "baselines", "introspect", "introspect_prompt", "closed_form"] or set(by_id) == {c.id for c in sr.claims("cpu")}
+    assert list(by_id) == [c.id for c in sr.claims("cpu")] == ["rank", "fine", "baselines", "introspect", "introspect_prompt", "closed_form"]
     for c in record["claims"]:
         assert c["verdict"] == recompute(c)[0]
     for part in by_id["rank"]["values"]:
