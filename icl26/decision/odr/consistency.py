@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import special, stats
 
-from .mle import Fits, fit_many, random_starts, whiten
+from .mle import Fits, check_cov, fit_many, random_starts, whiten
 from .simulators import LinearGaussianSimulator, Transitions
 
 # %% ../../../nbs/decision/odr/03_consistency.ipynb #7b5a0d65
@@ -162,13 +162,17 @@ def informativeness(
     seed: int = 0,
 ) -> float:  # in [0, 1]
     """Mass of N(mu, cov) in the Euclidean ball; exact for d = 1, for multiples of the identity and for the zero
-    matrix. ValueError for radius ≤ 0."""
+    matrix. ValueError for radius ≤ 0, a cov that is not finite, symmetric and positive semi-definite, or a mu or center
+    that is not d finite numbers."""
     mu, center = np.atleast_1d(np.asarray(mu, float)), np.atleast_1d(np.asarray(center, float))
-    cov, d = np.atleast_2d(np.asarray(cov, float)), len(mu)
     if not radius > 0:
         raise ValueError(f"radius must be positive, got {radius}")
-    if cov.shape != (d, d) or center.shape != (d,):
-        raise ValueError(f"cov must be ({d}, {d}) and center ({d},), got {cov.shape} and {center.shape}")
+    if mu.ndim != 1 or not np.isfinite(mu).all():
+        raise ValueError(f"mu must be a vector of finite numbers, got {mu.tolist()}")
+    d = len(mu)
+    if center.shape != (d,) or not np.isfinite(center).all():
+        raise ValueError(f"center must be {d} finite numbers, as many as mu has, got {center.tolist()}")
+    cov = check_cov(np.atleast_2d(np.asarray(cov, float)), d)
     gap, var = mu - center, cov[0, 0]
     if not cov.any():
         return float(np.linalg.norm(gap) <= radius)

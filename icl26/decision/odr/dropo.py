@@ -104,13 +104,13 @@ def dropo_loglik(
     seed: int = 0,  # of the draws
     standardize: bool = False,  # divide every state coordinate by its standard deviation in `data.s_next` first
 ) -> float:  # the sum over windows, in nats
-    """DROPO's objective with `sim.mean` as the deterministic simulator. Raises ValueError for a negative std or if
-    no window fits."""
+    """DROPO's objective with `sim.mean` as the deterministic simulator. Raises ValueError for a mu that is not finite,
+    for a negative or infinite std, or if no window fits."""
     mu, std, d = np.asarray(mu, float), np.asarray(std, float), len(sim.bounds)
-    if mu.shape != (d,) or std.shape != (d,) or not (std >= 0).all():
-        raise ValueError(
-            f"mu must be {d} numbers and std {d} non-negative ones, got {mu.tolist()} and {std.tolist()}"
-        )
+    if mu.shape != (d,) or not np.isfinite(mu).all():
+        raise ValueError(f"mu must be {d} finite numbers, one for each row of bounds, got {mu.tolist()}")
+    if std.shape != (d,) or not (np.isfinite(std) & (std >= 0)).all():
+        raise ValueError(f"std must be {d} finite non-negative numbers, got {std.tolist()}")
     if n_samples < 2 or not epsilon > 0:
         raise ValueError(f"n_samples must be at least 2 and epsilon positive, got {n_samples} and {epsilon}")
     starts, scale = windows(data.done, horizon), state_scale(data) if standardize else 1.0
