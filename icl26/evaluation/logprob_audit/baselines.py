@@ -28,27 +28,30 @@ def kernel_blocks(
 
 # %% ../../../nbs/evaluation/logprob_audit/02_baselines.ipynb #aafed38c
 def met_statistics(
-    z: np.ndarray,                    # (B, N) zeros and ones: who is in the first sample
-    prompts: np.ndarray,              # (N,)
-    completions: np.ndarray,          # (N, L)
-) -> np.ndarray:                      # (B,), +inf where a kind of pair is missing
+    z: np.ndarray,  # (B, N) zeros and ones: who is in the first sample
+    prompts: np.ndarray,  # (N,)
+    completions: np.ndarray,  # (N, L)
+) -> np.ndarray:  # (B,), +inf where a kind of pair is missing
     "The MET statistic of B splits of the pooled rows."
     sums, pairs = np.zeros((3, len(z))), np.zeros((3, len(z)))
     for rows, k in kernel_blocks(prompts, completions):
-        a = z[:, rows]                                            # (B, n_p)
+        a = z[:, rows]  # (B, n_p)
         b, n1 = 1 - a, a.sum(1)
         n2, ak = len(rows) - n1, a @ k
-        sums += (ak * a).sum(1) - n1, ((b @ k) * b).sum(1) - n2, (ak * b).sum(1)          # k(x, x) = 1 is left out
+        sums += (ak * a).sum(1) - n1, ((b @ k) * b).sum(1) - n2, (ak * b).sum(1)  # k(x, x) = 1 is left out
         pairs += n1 * (n1 - 1), n2 * (n2 - 1), n1 * n2
-    with np.errstate(divide="ignore", invalid="ignore"): within1, within2, across = sums / pairs
+    with np.errstate(divide="ignore", invalid="ignore"):
+        within1, within2, across = sums / pairs
     return np.where((pairs > 0).all(0), within1 + within2 - 2 * across, np.inf)
 
-
+# %% ../../../nbs/evaluation/logprob_audit/02_baselines.ipynb #22a0c6a2
 def _check_completions(prompts: np.ndarray, completions: np.ndarray, which: int) -> tuple[np.ndarray, np.ndarray]:
     "Both as integer arrays of matching shape, or an error that names them."
     p, c = np.asarray(prompts), np.asarray(completions)
     if c.ndim != 2 or p.shape != c.shape[:1] or not c.size:
-        raise ValueError(f"prompts{which} has shape {p.shape} and completions{which} {c.shape}: expected (N,) and (N, L)")
+        raise ValueError(
+            f"prompts{which} has shape {p.shape} and completions{which} {c.shape}: expected (N,) and (N, L)"
+        )
     if p.dtype.kind not in "iu" or c.dtype.kind not in "iu":
         raise TypeError(f"prompts{which} is {p.dtype} and completions{which} {c.dtype}: both must hold integers")
     return p, c
@@ -58,43 +61,52 @@ def _pooled(prompts1, completions1, prompts2, completions2) -> tuple[np.ndarray,
     "The observed split (1, N), the pooled prompts and the pooled completions."
     (p1, c1), (p2, c2) = _check_completions(prompts1, completions1, 1), _check_completions(prompts2, completions2, 2)
     if c1.shape[1] != c2.shape[1]:
-        raise ValueError(f"completions1 has {c1.shape[1]} tokens a row and completions2 {c2.shape[1]}: pad both to one length")
+        raise ValueError(
+            f"completions1 has {c1.shape[1]} tokens a row and completions2 {c2.shape[1]}: pad both to one length"
+        )
     return np.r_[np.ones(len(p1)), np.zeros(len(p2))][None], np.concatenate([p1, p2]), np.concatenate([c1, c2])
 
 
 def met_statistic(
-    prompts1: np.ndarray,             # (N1,) int: which prompt each completion of sample 1 answers
-    completions1: np.ndarray,         # (N1, L) int: its tokens, padded to L
-    prompts2: np.ndarray,             # (N2,) int
-    completions2: np.ndarray,         # (N2, L) int
+    prompts1: np.ndarray,  # (N1,) int: which prompt each completion of sample 1 answers
+    completions1: np.ndarray,  # (N1, L) int: its tokens, padded to L
+    prompts2: np.ndarray,  # (N2,) int
+    completions2: np.ndarray,  # (N2, L) int
 ) -> float:
-    "Unbiased squared MMD under the Hamming kernel. `ValueError`: L differs, or no same-prompt pair for one of its three terms."
+    "Unbiased squared MMD, Hamming kernel. `ValueError`: L differs, or one of its terms has no same-prompt pair."
     s = met_statistics(*_pooled(prompts1, completions1, prompts2, completions2))[0]
     if np.isinf(s):
-        raise ValueError("no two completions of one prompt within sample 1, within sample 2 or across: "
-                         "each needs at least one same-prompt pair")
+        raise ValueError(
+            "no two completions of one prompt within sample 1, within sample 2 or across: "
+            "each needs at least one same-prompt pair"
+        )
     return float(s)
 
 # %% ../../../nbs/evaluation/logprob_audit/02_baselines.ipynb #a587e804
 def met_test(
-    prompts1: np.ndarray,             # (N1,) int
-    completions1: np.ndarray,         # (N1, L) int
-    prompts2: np.ndarray,             # (N2,) int
-    completions2: np.ndarray,         # (N2, L) int
+    prompts1: np.ndarray,  # (N1,) int
+    completions1: np.ndarray,  # (N1, L) int
+    prompts2: np.ndarray,  # (N2,) int
+    completions2: np.ndarray,  # (N2, L) int
     *,
-    n_permutations: int = 1000,       # B; 0 for the statistic alone
-    plus_one: bool = True,            # count the observed split: valid, never 0
-    seed: int | None = None,          # of the relabellings
+    n_permutations: int = 1000,  # B; 0 for the statistic alone
+    plus_one: bool = True,  # count the observed split: valid, never 0
+    seed: int | None = None,  # of the relabellings
 ) -> TwoSampleResult:
     "Permutation test of `met_statistic`: whole (prompt, completion) rows change sides. `ValueError` as there."
     n = _n_permutations(n_permutations)
     s = met_statistic(prompts1, completions1, prompts2, completions2)
-    if not n: return TwoSampleResult(s, float("nan"), 0)
+    if not n:
+        return TwoSampleResult(s, float("nan"), 0)
     z, prompts, completions = _pooled(prompts1, completions1, prompts2, completions2)
     n1, rng = int(z.sum()), np.random.default_rng(seed)
     step = max(1, 4_000_000 // z.shape[1])
-    permuted = np.concatenate([met_statistics(relabellings(n1, z.shape[1] - n1, min(step, n - lo), rng), prompts, completions)
-                               for lo in range(0, n, step)])
+    permuted = np.concatenate(
+        [
+            met_statistics(relabellings(n1, z.shape[1] - n1, min(step, n - lo), rng), prompts, completions)
+            for lo in range(0, n, step)
+        ]
+    )
     return TwoSampleResult(s, permutation_pvalue(s, np.minimum(permuted, 1e9), plus_one=plus_one), n)
 
 # %% ../../../nbs/evaluation/logprob_audit/02_baselines.ipynb #42da2ce6
@@ -112,28 +124,31 @@ def pad_completions(
 def _check_correct(x: np.ndarray, name: str) -> np.ndarray:
     "A (N, P) matrix of zeros and ones, as float64."
     x = np.asarray(x)
-    if x.ndim != 2 or not x.size: raise ValueError(f"{name} has shape {x.shape}: expected (runs, questions)")
-    if x.dtype != bool and not np.isin(x, (0, 1)).all(): raise ValueError(f"{name} must hold booleans: was the answer right")
+    if x.ndim != 2 or not x.size:
+        raise ValueError(f"{name} has shape {x.shape}: expected (runs, questions)")
+    if x.dtype != bool and not np.isin(x, (0, 1)).all():
+        raise ValueError(f"{name} must hold booleans: was the answer right")
     return x.astype(np.float64)
 
 
 def accuracy_statistic(
-    correct1: np.ndarray,             # (N1, P) bool: was run i right on question p
-    correct2: np.ndarray,             # (N2, P)
+    correct1: np.ndarray,  # (N1, P) bool: was run i right on question p
+    correct2: np.ndarray,  # (N2, P)
 ) -> float:
-    "Mean over the questions of the absolute change in accuracy, 0 to 1. `ValueError`: P differs, or not zeros and ones."
+    "Mean over the questions of the change in accuracy, 0 to 1. `ValueError`: P differs, or not zeros and ones."
     a, b = _check_correct(correct1, "correct1"), _check_correct(correct2, "correct2")
-    if a.shape[1] != b.shape[1]: raise ValueError(f"correct1 has {a.shape[1]} questions and correct2 {b.shape[1]}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"correct1 has {a.shape[1]} questions and correct2 {b.shape[1]}")
     return float(np.abs(a.mean(0) - b.mean(0)).mean())
 
 
 def accuracy_test(
-    correct1: np.ndarray,             # (N1, P) bool
-    correct2: np.ndarray,             # (N2, P) bool
+    correct1: np.ndarray,  # (N1, P) bool
+    correct2: np.ndarray,  # (N2, P) bool
     *,
-    n_permutations: int = 1000,       # B; 0 for the statistic alone
-    plus_one: bool = True,            # count the observed split: valid, never 0
-    seed: int | None = None,          # of the relabellings
+    n_permutations: int = 1000,  # B; 0 for the statistic alone
+    plus_one: bool = True,  # count the observed split: valid, never 0
+    seed: int | None = None,  # of the relabellings
 ) -> TwoSampleResult:
     "Permutation test of `accuracy_statistic`: whole runs change sides. `ValueError` as there."
     accuracy_statistic(correct1, correct2)

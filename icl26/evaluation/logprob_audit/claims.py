@@ -12,15 +12,16 @@ from ...repro import Claim, holds
 
 # %% ../../../nbs/evaluation/logprob_audit/07_claims.ipynb #84e5f222
 def detection_threshold(
-    levels: list[float],              # any order
-    aucs: list[float],                # one a level
-    bound: float = 0.9,               # AUC to exceed
-) -> float:                           # a level; 1.0 if none qualifies
-    "The smallest level from which on all larger ones exceed `bound`. `ValueError`: lists of different lengths, or empty."
-    if len(levels) != len(aucs) or not len(levels): raise ValueError(f"levels and aucs have lengths {len(levels)} and {len(aucs)}")
+    levels: list[float],  # any order
+    aucs: list[float],  # one a level
+    bound: float = 0.9,  # AUC to exceed
+) -> float:  # a level; 1.0 if none qualifies
+    "The smallest level from which on all larger ones exceed `bound`. `ValueError`: unequal lengths, or empty."
+    if len(levels) != len(aucs) or not len(levels):
+        raise ValueError(f"levels and aucs have lengths {len(levels)} and {len(aucs)}")
     order = np.argsort(levels)[::-1]
     good = np.asarray(aucs)[order] > bound
-    held = int(np.argmin(good)) if not good.all() else len(good)      # levels that hold, from the largest on
+    held = int(np.argmin(good)) if not good.all() else len(good)  # levels that hold, from the largest on
     return float(np.asarray(levels)[order][held - 1]) if held else 1.0
 
 # %% ../../../nbs/evaluation/logprob_audit/07_claims.ipynb #0f336642
@@ -32,57 +33,122 @@ def method_claims(scale: str) -> list[Claim]:
     "The claims about the test: its level, and what it sees beside the baselines."
     distinct = holds("at_least", 5, parts="distinct answers*")
     return [
-        Claim("level", statement="The test holds its level: at most 5 % false alarms when nothing changed", source=f"{PAPER}, implied by the permutation test",
-              scale=scale, paper_value=0.05, unit="rate at α = 0.05", higher_is_better=False,
-              reproduced=[holds("interval_not_above", 0.05, parts="*")], partly=[]),
-        Claim("level-in-time", statement="Neighbouring samples in time order, while the traffic's length grows: how often does the test reject?",
-              source="ours; where exchangeability may break", scale=scale, unit="rate at α = 0.05", descriptive=True),
-        Claim("auc", statement="LT separates changed from unchanged models better than MET and MMLU-ALG (mean AUC over TinyChange)",
-              source=f"{PAPER}, main results table: LT 0.915, MET 0.670, MMLU-ALG 0.878", scale=scale, paper_value=0.915, unit="mean AUC",
-              higher_is_better=True, reproduced=[holds("interval_above", 0, parts="LT − *"), distinct],
-              partly=[holds("interval_above", 0, parts="LT − *", need="any")]),
-        Claim("prune", statement="LT detects pruning (AUC > 0.9) at a far smaller fraction than MET and MMLU-ALG",
-              source=f"{PAPER}, results by kind: 2⁻¹⁰ against 2⁻¹ (MET) and 2⁻⁴ (MMLU-ALG)", scale=scale, paper_value=2.0**-10,
-              unit="fraction pruned", higher_is_better=False, reproduced=[holds("at_most", 0.25, parts="LT / *"), distinct],
-              partly=[holds("at_most", 0.25, parts="LT / *", need="any")]),
+        Claim(
+            "level",
+            statement="The test holds its level: at most 5 % false alarms when nothing changed",
+            source=f"{PAPER}, implied by the permutation test",
+            scale=scale,
+            paper_value=0.05,
+            unit="rate at α = 0.05",
+            higher_is_better=False,
+            reproduced=[holds("interval_not_above", 0.05, parts="*")],
+            partly=[],
+        ),
+        Claim(
+            "level-in-time",
+            statement="In time order, while the traffic grows longer: how often does the test reject neighbours?",
+            source="ours; where exchangeability may break",
+            scale=scale,
+            unit="rate at α = 0.05",
+            descriptive=True,
+        ),
+        Claim(
+            "auc",
+            statement="LT tells changed from unchanged models better than MET and MMLU-ALG (mean AUC over TinyChange)",
+            source=f"{PAPER}, main results table: LT 0.915, MET 0.670, MMLU-ALG 0.878",
+            scale=scale,
+            paper_value=0.915,
+            unit="mean AUC",
+            higher_is_better=True,
+            reproduced=[holds("interval_above", 0, parts="LT − *"), distinct],
+            partly=[holds("interval_above", 0, parts="LT − *", need="any")],
+        ),
+        Claim(
+            "prune",
+            statement="LT detects pruning (AUC > 0.9) at a far smaller fraction than MET and MMLU-ALG",
+            source=f"{PAPER}, results by kind: 2⁻¹⁰ against 2⁻¹ (MET) and 2⁻⁴ (MMLU-ALG)",
+            scale=scale,
+            paper_value=2.0**-10,
+            unit="fraction pruned",
+            higher_is_better=False,
+            reproduced=[holds("at_most", 0.25, parts="LT / *"), distinct],
+            partly=[holds("at_most", 0.25, parts="LT / *", need="any")],
+        ),
     ]
 
-
+# %% ../../../nbs/evaluation/logprob_audit/07_claims.ipynb #c2b80e5d
 def sensitivity_claims(scale: str) -> list[Claim]:
     "The claims about the smallest changes, the prompt and the price."
     return [
-        Claim("onestep", statement="One SGD step of fine-tuning is detected", source=f"{PAPER}, abstract: 'as small as one step of fine-tuning'",
-              scale=scale, unit="AUC at one step", higher_is_better=True,
-              reproduced=[holds("significant_above", (0.5, 0.05), parts="full, 1 step")],
-              partly=[holds("significant_above", (0.5, 0.05), parts="full, *", need="any")]),
-        Claim("lora", statement="LoRA fine-tuning is harder to detect than full fine-tuning at equal steps", source=f"{PAPER}, results by kind",
-              scale=scale, unit="AUC, full − LoRA", higher_is_better=True,
-              reproduced=[holds("significant_above", (0, 0.05), parts="*", need="any"), holds("significant_below", (0, 0.05), parts="*", need="none")],
-              partly=[]),
-        Claim("prompt", statement="The length of the prompt hardly matters: about 1 % of AUC between 1.5 and 33 tokens", source=f"{PAPER}, prompt ablation",
-              scale=scale, paper_value=0.01, unit="mean AUC, short − long", reproduced=[holds("interval_inside", (-0.05, 0.05))],
-              partly=[holds("interval_contains", 0)]),
-        Claim("cost", statement="A test costs 28 tokens in and 20 out; MET 1000 times, MMLU-ALG 2000 times as much",
-              source=f"{PAPER}, cost table: 28 + 20, 2.9e4 + 2.0e4, 2.1e5 + 9.9e3 tokens; $0.14, $146, $332 a year", scale=scale,
-              paper_value=146 / 0.14, unit="× LT's cost (MET)", descriptive=True),
+        Claim(
+            "onestep",
+            statement="One SGD step of fine-tuning is detected",
+            source=f"{PAPER}, abstract: 'as small as one step of fine-tuning'",
+            scale=scale,
+            unit="AUC at one step",
+            higher_is_better=True,
+            reproduced=[holds("significant_above", (0.5, 0.05), parts="full, 1 step")],
+            partly=[holds("significant_above", (0.5, 0.05), parts="full, *", need="any")],
+        ),
+        Claim(
+            "lora",
+            statement="LoRA fine-tuning is harder to detect than full fine-tuning at equal steps",
+            source=f"{PAPER}, results by kind",
+            scale=scale,
+            unit="AUC, full − LoRA",
+            higher_is_better=True,
+            reproduced=[
+                holds("significant_above", (0, 0.05), parts="*", need="any"),
+                holds("significant_below", (0, 0.05), parts="*", need="none"),
+            ],
+            partly=[],
+        ),
+        Claim(
+            "prompt",
+            statement="The length of the prompt hardly matters: about 1 % of AUC between 1.5 and 33 tokens",
+            source=f"{PAPER}, prompt ablation",
+            scale=scale,
+            paper_value=0.01,
+            unit="mean AUC, short − long",
+            reproduced=[holds("interval_inside", (-0.05, 0.05))],
+            partly=[holds("interval_contains", 0)],
+        ),
+        Claim(
+            "cost",
+            statement="A test costs 28 tokens in and 20 out; MET 1000 times, MMLU-ALG 2000 times as much",
+            source=f"{PAPER}, cost table: 28 + 20, 2.9e4 + 2.0e4, 2.1e5 + 9.9e3 tokens; $0.14, $146, $332 a year",
+            scale=scale,
+            paper_value=146 / 0.14,
+            unit="× LT's cost (MET)",
+            descriptive=True,
+        ),
     ]
 
-
+# %% ../../../nbs/evaluation/logprob_audit/07_claims.ipynb #78682aeb
 def monitor_claim() -> Claim:
     "The claim about the monitoring rule."
-    return Claim("monitor", statement="The 12-σ rule finds injected changes above one nat within a window, and raises no false alarm",
-                 source=f"{PAPER}, deployment: 189 endpoints, 4 months, 37 changes", scale="mechanism", unit="share of changes with S > 1 found",
-                 higher_is_better=True,
-                 reproduced=[holds("at_least", 1, parts="found, S > 1*"), holds("at_most", 0, parts="false alarms, minimum 1*"),
-                             holds("at_most", 0, parts="alarms, S < 1*")],
-                 partly=[holds("at_least", 1, parts="found, S > 1*")])
+    return Claim(
+        "monitor",
+        statement="The 12-σ rule finds injected changes above one nat within a window, and raises no false alarm",
+        source=f"{PAPER}, deployment: 189 endpoints, 4 months, 37 changes",
+        scale="mechanism",
+        unit="share of changes with S > 1 found",
+        higher_is_better=True,
+        reproduced=[
+            holds("at_least", 1, parts="found, S > 1*"),
+            holds("at_most", 0, parts="false alarms, minimum 1*"),
+            holds("at_most", 0, parts="alarms, S < 1*"),
+        ],
+        partly=[holds("at_least", 1, parts="found, S > 1*")],
+    )
 
-
+# %% ../../../nbs/evaluation/logprob_audit/07_claims.ipynb #b387e803
 def claims(
-    profile: str,                     # "smoke", "cpu" or "gpu"
-    scale: str | None = None,         # in place of the profile's own
+    profile: str,  # "smoke", "cpu" or "gpu"
+    scale: str | None = None,  # in place of the profile's own
 ) -> list[Claim]:
     "All claims of the paper with their rules. `ValueError` for an unknown profile."
-    if profile not in SCALE: raise ValueError(f"profile is {profile!r}: expected one of {', '.join(SCALE)}")
+    if profile not in SCALE:
+        raise ValueError(f"profile is {profile!r}: expected one of {', '.join(SCALE)}")
     scale = scale or SCALE[profile]
     return [*method_claims(scale), *sensitivity_claims(scale), monitor_claim()]

@@ -73,16 +73,16 @@ def _rows(n: int, size: int, tests: int, rng: np.random.Generator) -> np.ndarray
 
 
 def detector_statistics(
-    score: Score,                     # over the pooled rows, the original's first
-    n_original: int,                  # rows of the original pool
-    n_variant: int,                   # rows of the variant's
-    rng: np.random.Generator,         # of the draws
+    score: Score,  # over the pooled rows, the original's first
+    n_original: int,  # rows of the original pool
+    n_variant: int,  # rows of the variant's
+    rng: np.random.Generator,  # of the draws
     *,
-    n: int = 10,                      # N, rows a sample
-    tests: int = 1000,                # pairs of each kind (official code: 1000)
+    n: int = 10,  # N, rows a sample
+    tests: int = 1000,  # pairs of each kind (official code: 1000)
     order: np.ndarray | None = None,  # a relabelling of the rows
-) -> tuple[np.ndarray, np.ndarray]:   # (tests,) unchanged, (tests,) changed
-    "Statistics of unchanged and of changed pairs. `ValueError`: an original pool below 2 n rows, or a variant's below n."
+) -> tuple[np.ndarray, np.ndarray]:  # (tests,) unchanged, (tests,) changed
+    "Statistics of unchanged and of changed pairs. `ValueError`: pools below 2 n (original) or n rows (variant)."
     if n_original < 2 * n or n_variant < n:
         raise ValueError(f"pools of {n_original} and {n_variant} rows are too small: N = {n} needs {2 * n} and {n}")
     order = np.arange(n_original + n_variant) if order is None else order
@@ -92,40 +92,46 @@ def detector_statistics(
 
 # %% ../../../nbs/evaluation/logprob_audit/05_detection.ipynb #c3806bb3
 def auc_test(
-    score: Score,                     # over the pooled rows, the original's first
-    n_original: int,                  # rows of the original pool
-    n_variant: int,                   # rows of the variant's
+    score: Score,  # over the pooled rows, the original's first
+    n_original: int,  # rows of the original pool
+    n_variant: int,  # rows of the variant's
     *,
-    n: int = 10,                      # N, rows a sample
-    tests: int = 200,                 # pairs of each kind for one AUC
-    relabellings: int = 200,          # random relabellings of the pooled rows
-    seed: int = 0,                    # of draws and relabellings
-) -> tuple[float, float]:             # AUC, p
+    n: int = 10,  # N, rows a sample
+    tests: int = 200,  # pairs of each kind for one AUC
+    relabellings: int = 200,  # random relabellings of the pooled rows
+    seed: int = 0,  # of draws and relabellings
+) -> tuple[float, float]:  # AUC, p
     "AUC of a detector and the one-sided p-value of 'nothing changed', by relabelling the pooled rows."
     rng, total = np.random.default_rng(seed), n_original + n_variant
-    auc = lambda order: detection_auc(*detector_statistics(score, n_original, n_variant, rng, n=n, tests=tests, order=order))
+    auc = lambda order: detection_auc(
+        *detector_statistics(score, n_original, n_variant, rng, n=n, tests=tests, order=order)
+    )
     observed = auc(np.arange(total))
     return observed, permutation_pvalue(observed, np.array([auc(rng.permutation(total)) for _ in range(relabellings)]))
 
 # %% ../../../nbs/evaluation/logprob_audit/05_detection.ipynb #62de8fbc
 def auc_difference_test(
-    score: Score,                     # over the pooled rows: original, then variant A, then variant B
-    n_original: int,                  # rows of the original pool
-    n_a: int,                         # rows of variant A
-    n_b: int,                         # rows of variant B
+    score: Score,  # over the pooled rows: original, then variant A, then variant B
+    n_original: int,  # rows of the original pool
+    n_a: int,  # rows of variant A
+    n_b: int,  # rows of variant B
     *,
-    n: int = 10,                      # N, rows a sample
-    tests: int = 200,                 # pairs of each kind for one AUC
-    relabellings: int = 200,          # random relabellings of the rows of A and B
-    seed: int = 0,                    # of draws and relabellings
-) -> tuple[float, float, float]:      # AUC of A, AUC of B, two-sided p
+    n: int = 10,  # N, rows a sample
+    tests: int = 200,  # pairs of each kind for one AUC
+    relabellings: int = 200,  # random relabellings of the rows of A and B
+    seed: int = 0,  # of draws and relabellings
+) -> tuple[float, float, float]:  # AUC of A, AUC of B, two-sided p
     "AUCs of two variants and the p-value of 'A and B answer alike'."
     rng = np.random.default_rng(seed)
     base = np.arange(n_original)
 
     def aucs(rest):
         a, b = np.concatenate([base, rest[:n_a]]), np.concatenate([base, rest[n_a:]])
-        return [detection_auc(*detector_statistics(score, n_original, k, rng, n=n, tests=tests, order=o)) for o, k in ((a, n_a), (b, n_b))]
+        return [
+            detection_auc(*detector_statistics(score, n_original, k, rng, n=n, tests=tests, order=o))
+            for o, k in ((a, n_a), (b, n_b))
+        ]
+
     rest = n_original + np.arange(n_a + n_b)
     auc_a, auc_b = aucs(rest)
     permuted = [np.subtract(*aucs(rng.permutation(rest))) for _ in range(relabellings)]

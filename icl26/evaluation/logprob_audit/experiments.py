@@ -40,20 +40,24 @@ from ...repro.cache import cached
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #23bda9ce
 @functools.lru_cache(maxsize=2)
 def open_model(
-    model: str = "bundled",           # "bundled": Gemma 3 270M; else a Hub id or folder
-    dtype: str = "bfloat16",          # what it computes in
-    device: str = "cpu",              # "cpu" or "cuda"
-    batch_size: int = 8,              # rows of a forward pass
+    model: str = "bundled",  # "bundled": Gemma 3 270M; else a Hub id or folder
+    dtype: str = "bfloat16",  # what it computes in
+    device: str = "cpu",  # "cpu" or "cuda"
+    batch_size: int = 8,  # rows of a forward pass
 ) -> HFLM:
     "The model, left-padding, loaded once a process."
-    lm = HFLM.bundled(dtype, device, batch_size) if model == "bundled" else HFLM(model, dtype=dtype, device=device, batch_size=batch_size)
+    lm = (
+        HFLM.bundled(dtype, device, batch_size)
+        if model == "bundled"
+        else HFLM(model, dtype=dtype, device=device, batch_size=batch_size)
+    )
     lm.tokenizer.padding_side = "left"
     return lm
 
 
 def like(
-    lm: HFLM,                         # an open model
-    variant: torch.nn.Module,         # a changed copy of it
+    lm: HFLM,  # an open model
+    variant: torch.nn.Module,  # a changed copy of it
 ) -> HFLM:
     "The variant behind the same door: tokenizer, padding, batch size."
     return HFLM(variant.eval(), lm.tokenizer, batch_size=lm.batch_size)
@@ -63,156 +67,191 @@ def _stamp(start: float, prompts: int, **content: object) -> dict:
     "`content` with the CPU seconds since `start` and the number of prompts sent."
     return {**content, "seconds": round(time.process_time() - start, 2), "prompts": prompts}
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #47d6d942
 def change_model(
-    model: torch.nn.Module,           # left as it is
-    kind: str,                        # "noise", "prune_magnitude" or "prune_random"
-    level: float,                     # σ or fraction
-    seed: int,                        # of the change
+    model: torch.nn.Module,  # left as it is
+    kind: str,  # "noise", "prune_magnitude" or "prune_random"
+    level: float,  # σ or fraction
+    seed: int,  # of the change
 ) -> torch.nn.Module:
     "One variant that needs no data."
-    return TinyChange(model, noise=(level,), prune=(), seed=seed).build(kind, level) if kind == "noise" else \
-        prune_mlp(model, level, kind.removeprefix("prune_"), seed)
+    return (
+        TinyChange(model, noise=(level,), prune=(), seed=seed).build(kind, level)
+        if kind == "noise"
+        else prune_mlp(model, level, kind.removeprefix("prune_"), seed)
+    )
 
 
 def answers_leg(
-    spec: Mapping,                    # arguments of open_model
-    change: Sequence | None,          # (kind, level), or None for the original
-    asked: Sequence,                  # (tracked prompt, observations to collect, texts that share the batch) each
-    seed: int,                        # of rows and texts
-) -> dict:                            # observations by prompt, shares of weights changed
+    spec: Mapping,  # arguments of open_model
+    change: Sequence | None,  # (kind, level), or None for the original
+    asked: Sequence,  # (tracked prompt, observations to collect, texts that share the batch) each
+    seed: int,  # of rows and texts
+) -> dict:  # observations by prompt, shares of weights changed
     "Answers of the original or of one variant, in traffic."
     start, lm = time.process_time(), open_model(**spec)
     model = lm.model if change is None else change_model(lm.model, *change, 0)
-    found = {p: collect(like(lm, model), p, n=n, traffic=texts, batch_size=lm.batch_size, seed=seed) for p, n, texts in asked}
+    found = {
+        p: collect(like(lm, model), p, n=n, traffic=texts, batch_size=lm.batch_size, seed=seed) for p, n, texts in asked
+    }
     shares = [0.0, 0.0] if change is None else [share_changed(lm.model, model, nonzero) for nonzero in (False, True)]
     return _stamp(start, lm.batch_size * sum(n for _, n, _ in asked), observations=found, changed=shares)
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #b6d70773
 def drift_leg(
-    spec: Mapping,                    # arguments of open_model
-    prompt: str,                      # tracked prompt
+    spec: Mapping,  # arguments of open_model
+    prompt: str,  # tracked prompt
     blocks: Sequence[Sequence[str]],  # traffic of each block, in order of time
-    n: int,                           # observations a block
-    seed: int,                        # of rows and texts
-) -> dict:                            # observations, block after block
+    n: int,  # observations a block
+    seed: int,  # of rows and texts
+) -> dict:  # observations, block after block
     "Answers of the unchanged model while its traffic changes."
     start, lm = time.process_time(), open_model(**spec)
-    found = [observe(lm, prompt, b * n + i, traffic=texts, batch_size=lm.batch_size, seed=seed)
-             for b, texts in enumerate(blocks) for i in range(n)]
+    found = [
+        observe(lm, prompt, b * n + i, traffic=texts, batch_size=lm.batch_size, seed=seed)
+        for b, texts in enumerate(blocks)
+        for i in range(n)
+    ]
     return _stamp(start, lm.batch_size * len(found), observations=found)
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #dd327c74
 def finetune_leg(
-    spec: Mapping,                    # arguments of open_model
-    kind: str,                        # "finetune" or "finetune_lora"
-    steps: Sequence[int],             # after how many steps to ask
-    texts: Sequence[str],             # one example each, in this order
-    max_length: int,                  # tokens of an example, at most
-    prompt: str,                      # tracked prompt
-    n: int,                           # observations a snapshot
-    traffic: Sequence[str],           # texts that share the batch
-    seed: int,                        # of rows, texts and adapters
-) -> dict:                            # by number of steps: observations, shares of weights changed
+    spec: Mapping,  # arguments of open_model
+    kind: str,  # "finetune" or "finetune_lora"
+    steps: Sequence[int],  # after how many steps to ask
+    texts: Sequence[str],  # one example each, in this order
+    max_length: int,  # tokens of an example, at most
+    prompt: str,  # tracked prompt
+    n: int,  # observations a snapshot
+    traffic: Sequence[str],  # texts that share the batch
+    seed: int,  # of rows, texts and adapters
+) -> dict:  # by number of steps: observations, shares of weights changed
     "One training run with answers after some of its steps."
     start, lm = time.process_time(), open_model(**spec)
     batches = [text_batch(lm.tokenizer, t, max_length) for t in texts]
-    run = finetune_full(lm.model, batches, steps) if kind == "finetune" else finetune_lora(lm.model, batches, steps, seed=seed)
+    run = (
+        finetune_full(lm.model, batches, steps)
+        if kind == "finetune"
+        else finetune_lora(lm.model, batches, steps, seed=seed)
+    )
     snapshots = {}
     for k, model in run:
         observations = collect(like(lm, model), prompt, n=n, traffic=traffic, batch_size=lm.batch_size, seed=seed + k)
-        snapshots[str(k)] = dict(observations=observations, changed=[share_changed(lm.model, model, z) for z in (False, True)])
+        snapshots[str(k)] = dict(
+            observations=observations, changed=[share_changed(lm.model, model, z) for z in (False, True)]
+        )
         del model
         gc.collect()
     return _stamp(start, lm.batch_size * n * len(steps), snapshots=snapshots)
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #9daabf57
 def met_pool(
-    lm: HFLM,                         # the model
-    prompts: Sequence[str],           # P prompts
-    runs: int,                        # completions of each
-    length: int,                      # L, tokens of a completion
-    seed: int,                        # of the sampling
-) -> np.ndarray:                      # (runs, P, L) token ids, -1 where a text ended
+    lm: HFLM,  # the model
+    prompts: Sequence[str],  # P prompts
+    runs: int,  # completions of each
+    length: int,  # L, tokens of a completion
+    seed: int,  # of the sampling
+) -> np.ndarray:  # (runs, P, L) token ids, -1 where a text ended
     "Completions at temperature 1."
     texts = lm.generate(list(prompts), n=runs, max_new_tokens=length, temperature=1.0, seed=seed)
     ids = [lm.tokenizer(t, add_special_tokens=False)["input_ids"] for row in zip(*texts) for t in row]
     return pad_completions(ids, length).reshape(runs, len(prompts), length)
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #a95cb201
 def choice_pool(
-    lm: HFLM,                         # the model
-    prompts: Sequence[str],           # P questions
-    choices: Sequence[Sequence[str]], # the answers to each, the right one first
-    runs: int,                        # runs
-    temperature: float,               # of the choice
-    seed: int,                        # of the sampling
-) -> np.ndarray:                      # (runs, P) bool
+    lm: HFLM,  # the model
+    prompts: Sequence[str],  # P questions
+    choices: Sequence[Sequence[str]],  # the answers to each, the right one first
+    runs: int,  # runs
+    temperature: float,  # of the choice
+    seed: int,  # of the sampling
+) -> np.ndarray:  # (runs, P) bool
     "Was the choice right, drawn from the probabilities of the given answers?"
-    logits = torch.as_tensor(choice_logprobs(lm, list(prompts), [list(c) for c in choices])).double().numpy() / temperature
+    logits = (
+        torch.as_tensor(choice_logprobs(lm, list(prompts), [list(c) for c in choices])).double().numpy() / temperature
+    )
     noise = np.random.default_rng([seed, 2]).gumbel(size=(runs, *logits.shape))
     return (logits + noise).argmax(-1) == 0
 
 
 def text_pool(
-    lm: HFLM,                         # the model
-    prompts: Sequence[str],           # P questions, choices and all
-    answers: Sequence[int],           # index of the right one
-    runs: int,                        # runs
-    temperature: float,               # of the sampling
-    max_new_tokens: int,              # of an answer
-    seed: int,                        # of the sampling
-) -> np.ndarray:                      # (runs, P) bool
+    lm: HFLM,  # the model
+    prompts: Sequence[str],  # P questions, choices and all
+    answers: Sequence[int],  # index of the right one
+    runs: int,  # runs
+    temperature: float,  # of the sampling
+    max_new_tokens: int,  # of an answer
+    seed: int,  # of the sampling
+) -> np.ndarray:  # (runs, P) bool
     "Was the written answer right? One without a letter is wrong."
     texts = lm.generate(list(prompts), n=runs, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     return np.array([[read_choice(t) == a for t in row] for row, a in zip(texts, answers)]).T
 
-# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #a95cb201
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #e7da9387
 def fill_pools(
-    lm: HFLM,                         # the model, original or changed
-    task: Mapping,                    # prompt, traffic, batch_size; met_prompts, met_length; questions with choices or answers
-    n: int,                           # observations of the tracked prompt
-    runs: int,                        # runs of both baselines
-    seed: int,                        # a number of its own for each pool
-) -> dict:                            # observations, completions, correct: plain lists; what the task does not ask is left out
+    lm: HFLM,  # the model, original or changed
+    task: Mapping,  # prompt, traffic, batch_size; met_prompts, met_length; questions with choices or answers
+    n: int,  # observations of the tracked prompt
+    runs: int,  # runs of both baselines
+    seed: int,  # a number of its own for each pool
+) -> dict:  # observations, completions, correct: plain lists; what the task does not ask is left out
     "The pools of one model."
-    found = {"observations": collect(lm, task["prompt"], n=n, traffic=task["traffic"], batch_size=task["batch_size"], seed=seed)}
+    found = {
+        "observations": collect(
+            lm, task["prompt"], n=n, traffic=task["traffic"], batch_size=task["batch_size"], seed=seed
+        )
+    }
     size, lm.batch_size = lm.batch_size, task.get("generate_batch", lm.batch_size)
-    if "met_prompts" in task: found["completions"] = met_pool(lm, task["met_prompts"], runs, task["met_length"], seed).tolist()
-    if "choices" in task: correct = choice_pool(lm, task["questions"], task["choices"], runs, .1, seed)
-    elif "answers" in task: correct = text_pool(lm, task["questions"], task["answers"], runs, .1, 10, seed)
-    if "questions" in task: found["correct"] = correct.astype(int).tolist()
+    if "met_prompts" in task:
+        found["completions"] = met_pool(lm, task["met_prompts"], runs, task["met_length"], seed).tolist()
+    if "choices" in task:
+        correct = choice_pool(lm, task["questions"], task["choices"], runs, 0.1, seed)
+    elif "answers" in task:
+        correct = text_pool(lm, task["questions"], task["answers"], runs, 0.1, 10, seed)
+    if "questions" in task:
+        found["correct"] = correct.astype(int).tolist()
     lm.batch_size = size
     return found
 
 
-METHODS = {"LT": "observations", "MET": "completions", "MMLU-ALG": "correct"}       # and what each reads
+METHODS = {"LT": "observations", "MET": "completions", "MMLU-ALG": "correct"}  # and what each reads
 
 
 def pool_scores(
-    *pools: Mapping,                  # of fill_pools: original, then variants
-) -> dict[str, Callable]:             # method -> score over the pooled rows
+    *pools: Mapping,  # of fill_pools: original, then variants
+) -> dict[str, Callable]:  # method -> score over the pooled rows
     "The scores of the three methods over pools laid end to end."
     join = lambda key: [row for pool in pools for row in pool[key]]
-    make = {"LT": lt_scores, "MET": lambda x: met_scores(np.array(x)), "MMLU-ALG": lambda x: accuracy_scores(np.array(x, bool))}
+    make = {
+        "LT": lt_scores,
+        "MET": lambda x: met_scores(np.array(x)),
+        "MMLU-ALG": lambda x: accuracy_scores(np.array(x, bool)),
+    }
     return {name: make[name](join(key)) for name, key in METHODS.items() if key in pools[0]}
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #8a251fb1
 def small_task(
-    n_met: int = 25,                  # prompts of MET (paper: 25)
-    n_questions: int = 100,           # questions of ALG (paper: 100)
-    batch_size: int = 8,              # rows of a batch in traffic
-    held_out: float = 0.85,           # the task begins after this share of the text
+    n_met: int = 25,  # prompts of MET (paper: 25)
+    n_questions: int = 100,  # questions of ALG (paper: 100)
+    batch_size: int = 8,  # rows of a batch in traffic
+    held_out: float = 0.85,  # the task begins after this share of the text
 ) -> dict:
     "A task for a byte-level model, from the last part of the Python reference."
     text = reference_text()
-    text = text[int(held_out * len(text)):]
+    text = text[int(held_out * len(text)) :]
     starts = np.linspace(0, len(text) - 200, n_met + n_questions).astype(int)
-    piece = lambda s, a, b: text[s + a:s + b]
+    piece = lambda s, a, b: text[s + a : s + b]
     met, questions = starts[:n_met], starts[n_met:]
-    return dict(candidates=[piece(s + 100, 0, 20) for s in met[:5]], traffic=traffic_texts(300, (2, 16)), batch_size=batch_size, generate_batch=250,
-                met_prompts=[piece(s, 0, 64) for s in met], met_length=50, questions=[piece(s, 0, 64) for s in questions],
-                choices=[[piece(questions[(i + 17 * j) % n_questions], 64, 74) for j in range(4)] for i in range(n_questions)])
+    return dict(
+        candidates=[piece(s + 100, 0, 20) for s in met[:5]],
+        traffic=traffic_texts(300, (2, 16)),
+        batch_size=batch_size,
+        generate_batch=250,
+        met_prompts=[piece(s, 0, 64) for s in met],
+        met_length=50,
+        questions=[piece(s, 0, 64) for s in questions],
+        choices=[[piece(questions[(i + 17 * j) % n_questions], 64, 74) for j in range(4)] for i in range(n_questions)],
+    )
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #653658ac
 def noisiest_prompt(
@@ -226,30 +265,39 @@ def noisiest_prompt(
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #9b22f70c
 def small_variants(
-    lm: HFLM,                         # the original
-    changes: Sequence[tuple[str, float]],     # (kind, level)
-    text: str,                        # examples for fine-tuning are cut from it
-    length: int = 48,                 # tokens of an example
+    lm: HFLM,  # the original
+    changes: Sequence[tuple[str, float]],  # (kind, level)
+    text: str,  # examples for fine-tuning are cut from it
+    length: int = 48,  # tokens of an example
 ):
     "Yield (kind, level, changed model)."
     most = int(max([level for kind, level in changes if kind.startswith("finetune")], default=0))
-    pieces = [text[i * length:(i + 1) * length] for i in range(most)]
+    pieces = [text[i * length : (i + 1) * length] for i in range(most)]
     batches = [text_batch(lm.tokenizer, p, length) for p in pieces]
     change = TinyChange(lm.model, noise=(), prune=(), finetune=(), finetune_batches=batches)
-    for kind, level in changes: yield kind, level, change.build(kind, int(level) if kind.startswith("finetune") else level)
+    for kind, level in changes:
+        yield kind, level, change.build(kind, int(level) if kind.startswith("finetune") else level)
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #b261975e
 def small_leg(
-    seed: int,                        # of the model's weights and training
-    changes: Sequence[tuple[str, float]],     # (kind, level)
-    sizes: Mapping,                   # d_model, n_layers, steps, original, fresh, variant: sizes of model and pools
-    task: Mapping,                    # as small_task
-) -> dict:                            # pools by label: "original", "fresh", "kind level"
+    seed: int,  # of the model's weights and training
+    changes: Sequence[tuple[str, float]],  # (kind, level)
+    sizes: Mapping,  # d_model, n_layers, steps, original, fresh, variant: sizes of model and pools
+    task: Mapping,  # as small_task
+) -> dict:  # pools by label: "original", "fresh", "kind level"
     "Train a byte-level model on the first part of the Python reference and fill all pools."
     start = time.process_time()
     text = reference_text()
-    lm = tiny_lm(d_model=sizes["d_model"], n_layers=sizes["n_layers"], seed=seed, train_on=text[:int(.85 * len(text))],
-                 steps=sizes["steps"], batch_size=16, seq_len=96, lr=6e-3)
+    lm = tiny_lm(
+        d_model=sizes["d_model"],
+        n_layers=sizes["n_layers"],
+        seed=seed,
+        train_on=text[: int(0.85 * len(text))],
+        steps=sizes["steps"],
+        batch_size=16,
+        seq_len=96,
+        lr=6e-3,
+    )
     loss = float(np.mean(lm.losses[-20:]))
     lm.model.to(torch.bfloat16)
     lm.tokenizer.padding_side = "left"
@@ -258,7 +306,7 @@ def small_leg(
     both = fill_pools(lm, task, n0 + n1, n0 + n1, 1000 * seed)
     pools = {"original": {k: v[:n0] for k, v in both.items()}, "fresh": {k: v[n0:] for k, v in both.items()}}
     shares = {}
-    for i, (kind, level, model) in enumerate(small_variants(lm, changes, text[int(.9 * len(text)):]), 1):
+    for i, (kind, level, model) in enumerate(small_variants(lm, changes, text[int(0.9 * len(text)) :]), 1):
         label = f"{kind} {level:g}"
         shares[label] = share_changed(lm.model, model)
         pools[label] = fill_pools(like(lm, model), task, n2, n2, 1000 * seed + i)
@@ -266,69 +314,112 @@ def small_leg(
     return _stamp(start, prompts, pools=pools, changed=shares, loss=loss, prompt=task["prompt"])
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #bc3f3ccc
-ASKING = (collect, observe, open_model, like)                     # whose source a leg's result depends on
-LEG_CODE = {answers_leg: (*ASKING, change_model, add_noise, prune_mlp), drift_leg: ASKING,
-            finetune_leg: (*ASKING, finetune_full, finetune_lora, labelled_loss, text_batch),
-            small_leg: (*ASKING, fill_pools, noisiest_prompt, met_pool, choice_pool, small_variants, add_noise, prune_mlp, finetune_full,
-                        finetune_lora, labelled_loss, text_batch)}
+ASKING = (collect, observe, open_model, like)  # whose source a leg's result depends on
+LEG_CODE = {
+    answers_leg: (*ASKING, change_model, add_noise, prune_mlp),
+    drift_leg: ASKING,
+    finetune_leg: (*ASKING, finetune_full, finetune_lora, labelled_loss, text_batch),
+    small_leg: (
+        *ASKING,
+        fill_pools,
+        noisiest_prompt,
+        met_pool,
+        choice_pool,
+        small_variants,
+        add_noise,
+        prune_mlp,
+        finetune_full,
+        finetune_lora,
+        labelled_loss,
+        text_batch,
+    ),
+}
 
 
 def _one_thread() -> None:
     "A worker's start: one torch thread."
     torch.set_num_threads(1)
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #d71f5f66
 def run_legs(
-    legs: Mapping[str, tuple],        # name -> (function of this module, its arguments as plain values)
-    workers: int = 2,                 # processes; 0: run here, one after the other
-    hashes: Mapping | None = None,    # of models behind the arguments: part of the key
+    legs: Mapping[str, tuple],  # name -> (function of this module, its arguments as plain values)
+    workers: int = 2,  # processes; 0: run here, one after the other
+    hashes: Mapping | None = None,  # of models behind the arguments: part of the key
 ) -> dict[str, dict]:
     "Results of the legs by name, from the cache where they are known."
-    def keep(leg, build): return cached(_leg_key(leg, hashes), build, code=(leg[0], *LEG_CODE[leg[0]]))
 
-    if not workers: return {name: keep(leg, functools.partial(leg[0], *leg[1])) for name, leg in legs.items()}
+    def keep(leg, build):
+        return cached(_leg_key(leg, hashes), build, code=(leg[0], *LEG_CODE[leg[0]]))
+
+    if not workers:
+        return {name: keep(leg, functools.partial(leg[0], *leg[1])) for name, leg in legs.items()}
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread)
-    with pool, ThreadPoolExecutor(workers) as threads:                # a process is started when a leg is submitted, not before
-        jobs = {name: threads.submit(keep, leg, lambda leg=leg: pool.submit(leg[0], *leg[1]).result()) for name, leg in legs.items()}
+    with pool, ThreadPoolExecutor(workers) as threads:  # a process is started when a leg is submitted, not before
+        jobs = {
+            name: threads.submit(keep, leg, lambda leg=leg: pool.submit(leg[0], *leg[1]).result())
+            for name, leg in legs.items()
+        }
         return {name: job.result() for name, job in jobs.items()}
 
 
 def _leg_key(leg: tuple, hashes: Mapping | None) -> dict:
     "What the result of a leg depends on."
-    return {"leg": leg[0].__name__, "args": json.loads(json.dumps(leg[1])), "hashes": dict(hashes or {}), "torch": torch.__version__}
+    return {
+        "leg": leg[0].__name__,
+        "args": json.loads(json.dumps(leg[1])),
+        "hashes": dict(hashes or {}),
+        "torch": torch.__version__,
+    }
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #f1875145
-HUB = {"lmsys": ("lmsys/lmsys-chat-1m", None, "train"), "mmlu": ("cais/mmlu", "abstract_algebra", "test"),
-       "wikipedia": ("wikimedia/wikipedia", "20231101.en", "train")}
+HUB = {
+    "lmsys": ("lmsys/lmsys-chat-1m", None, "train"),
+    "mmlu": ("cais/mmlu", "abstract_algebra", "test"),
+    "wikipedia": ("wikimedia/wikipedia", "20231101.en", "train"),
+}
 
 
 def data_rows(
-    name: str,                        # a key of HUB
-    n: int,                           # rows
+    name: str,  # a key of HUB
+    n: int,  # rows
 ) -> list[dict]:
     "The first `n` rows of a data set, from ICL26_DATA/name.jsonl or the Hub. `FileNotFoundError` says what is missing."
     repo, config, split = HUB[name]
     if os.environ.get("ICL26_DATA"):
         local = Path(os.environ["ICL26_DATA"]) / f"{name}.jsonl"
-        if not local.exists(): raise FileNotFoundError(f"{repo}: there is no {name}.jsonl in the folder ICL26_DATA")
-        with open(local, encoding="utf-8") as f: return [json.loads(line) for line, _ in zip(f, range(n))]
+        if not local.exists():
+            raise FileNotFoundError(f"{repo}: there is no {name}.jsonl in the folder ICL26_DATA")
+        with open(local, encoding="utf-8") as f:
+            return [json.loads(line) for line, _ in zip(f, range(n))]
     try:
         from datasets import load_dataset
+
         return list(load_dataset(repo, config, split=split, streaming=True).take(n))
-    except Exception as e:                        # the Hub's client raises many kinds: no package, no network, no permission
-        raise FileNotFoundError(f"{repo} is not to be had ({type(e).__name__}); put {name}.jsonl into the folder ICL26_DATA") from e
+    except Exception as e:  # the Hub's client raises many kinds: no package, no network, no permission
+        raise FileNotFoundError(
+            f"{repo} is not to be had ({type(e).__name__}); put {name}.jsonl into the folder ICL26_DATA"
+        ) from e
 
 
 def paper_task(
-    lm: HFLM,                         # a chat or base model
-    mmlu: Sequence[Mapping],          # rows: question, choices, answer (index); empty: no questions
-    wikipedia: Sequence[Mapping],     # rows: text; empty: no completions
-    batch_size: int,                  # rows of a batch in traffic
+    lm: HFLM,  # a chat or base model
+    mmlu: Sequence[Mapping],  # rows: question, choices, answer (index); empty: no questions
+    wikipedia: Sequence[Mapping],  # rows: text; empty: no completions
+    batch_size: int,  # rows of a batch in traffic
 ) -> dict:
     "The task of the paper: Wikipedia beginnings to continue, and the questions of MMLU abstract algebra."
     chat = lambda text: [{"role": "user", "content": text}] if getattr(lm.tokenizer, "chat_template", None) else text
-    ask = lambda r: r["question"] + "\n" + "\n".join(f"{l}. {c}" for l, c in zip("ABCD", r["choices"])) + "\nAnswer with one letter.\n"
-    task = dict(prompt="x", traffic=traffic_texts(2000, (2, 60)), batch_size=batch_size, generate_batch=max(64, batch_size))
-    if wikipedia: task |= dict(met_prompts=[chat("Continue this text: " + r["text"][:300]) for r in wikipedia], met_length=50)
-    if mmlu: task |= dict(questions=[chat(ask(r)) for r in mmlu], answers=[int(r["answer"]) for r in mmlu])
+    ask = lambda r: (
+        r["question"]
+        + "\n"
+        + "\n".join(f"{l}. {c}" for l, c in zip("ABCD", r["choices"]))
+        + "\nAnswer with one letter.\n"
+    )
+    task = dict(
+        prompt="x", traffic=traffic_texts(2000, (2, 60)), batch_size=batch_size, generate_batch=max(64, batch_size)
+    )
+    if wikipedia:
+        task |= dict(met_prompts=[chat("Continue this text: " + r["text"][:300]) for r in wikipedia], met_length=50)
+    if mmlu:
+        task |= dict(questions=[chat(ask(r)) for r in mmlu], answers=[int(r["answer"]) for r in mmlu])
     return task

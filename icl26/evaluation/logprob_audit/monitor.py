@@ -79,23 +79,27 @@ def traffic_texts(
 
 # %% ../../../nbs/evaluation/logprob_audit/04_monitor.ipynb #8621a747
 def read_lines(
-    path: str | Path,                 # a file of JSON lines; a missing one is empty
+    path: str | Path,  # a file of JSON lines; a missing one is empty
 ) -> list[dict]:
-    "The records of the file; an unfinished last line is left out. `ValueError` names any other line that is no JSON object."
+    "The records; an unfinished last line is left out. `ValueError` names any other line that is no JSON object."
     path, records = Path(path), []
-    if not path.exists(): return records
+    if not path.exists():
+        return records
     lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):                     # what follows the last line break is unfinished
-        try: record = json.loads(line)
-        except ValueError: record = None
-        if not isinstance(record, dict): raise ValueError(f"{path}: line {number} is not a JSON object")
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last line break is unfinished
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}: line {number} is not a JSON object")
         records.append(record)
     return records
 
 
 def append_line(
-    path: str | Path,                 # created if need be, with its folder
-    record: dict,                     # anything JSON can hold
+    path: str | Path,  # created if need be, with its folder
+    record: dict,  # anything JSON can hold
 ) -> None:
     "Append one record, on disk when this returns; an unfinished last line is cut off first."
     path = Path(path)
@@ -110,57 +114,62 @@ def append_line(
 
 # %% ../../../nbs/evaluation/logprob_audit/04_monitor.ipynb #fdda69ac
 def lt_series(
-    observations: Sequence[Observation],      # T of them, in order of time
-    window: int = 24,                 # n, observations a side (official code: 24)
-) -> np.ndarray:                      # (T - 2 window + 1,), entry j is the split at t = window + j
-    "The statistic between neighbouring windows at every split. `ValueError`: fewer than two windows, or as `logprob_matrix`."
-    if window < 1: raise ValueError(f"window is {window}: expected at least 1")
+    observations: Sequence[Observation],  # T of them, in order of time
+    window: int = 24,  # n, observations a side (official code: 24)
+) -> np.ndarray:  # (T - 2 window + 1,), entry j is the split at t = window + j
+    "The statistic between neighbouring windows at every split. `ValueError`: too few, or as `logprob_matrix`."
+    if window < 1:
+        raise ValueError(f"window is {window}: expected at least 1")
     if len(observations) < 2 * window:
         raise ValueError(f"observations: {len(observations)} are too few for two windows of {window}")
     _check_observations(observations, "observations")
-    x = _fill(observations, _columns(observations))                                 # (T, n_tok)
-    x -= x.mean(0)                                                    # keeps the running sums small, hence exact
+    x = _fill(observations, _columns(observations))  # (T, n_tok)
+    x -= x.mean(0)  # keeps the running sums small, hence exact
     total = np.concatenate([np.zeros((1, x.shape[1])), x.cumsum(0)])
-    mean = (total[window:] - total[:-window]) / window                # (T - n + 1, n_tok): means of all windows
+    mean = (total[window:] - total[:-window]) / window  # (T - n + 1, n_tok): means of all windows
     return np.abs(mean[:-window] - mean[window:]).mean(1)
 
 # %% ../../../nbs/evaluation/logprob_audit/04_monitor.ipynb #0000ce2d
 def exceedances(
-    statistics: np.ndarray,           # (n,) as from lt_series
+    statistics: np.ndarray,  # (n,) as from lt_series
     *,
-    baseline: int = 100,              # statistics in the trailing baseline
-    exclusion: int = 48,              # statistics left out before the present: two windows
-    n_sigma: float = 12.0,            # deviation that counts
-) -> np.ndarray:                      # (n,) S - (mean + n_sigma std) where the deviation exceeds n_sigma, else 0
+    baseline: int = 100,  # statistics in the trailing baseline
+    exclusion: int = 48,  # statistics left out before the present: two windows
+    n_sigma: float = 12.0,  # deviation that counts
+) -> np.ndarray:  # (n,) S - (mean + n_sigma std) where the deviation exceeds n_sigma, else 0
     "How far each statistic stands above its trailing baseline's limit."
     s = np.asarray(statistics, dtype=np.float64)
     out, first = np.zeros(len(s)), baseline + exclusion
-    if len(s) <= first: return out
-    past = np.lib.stride_tricks.sliding_window_view(s, baseline)[:len(s) - first]
+    if len(s) <= first:
+        return out
+    past = np.lib.stride_tricks.sliding_window_view(s, baseline)[: len(s) - first]
     mean, std = past.mean(1), past.std(1)
-    constant = past.max(1) == past.min(1)                             # no rounding error may stand in for a deviation
+    constant = past.max(1) == past.min(1)  # no rounding error may stand in for a deviation
     limit = np.where(constant, past[:, 0], mean + n_sigma * std)
     out[first:] = np.maximum(s[first:] - limit, 0)
     return out
 
 
 def detect_changes(
-    statistics: np.ndarray,           # (n,) as from lt_series
+    statistics: np.ndarray,  # (n,) as from lt_series
     *,
-    baseline: int = 100,              # statistics in the trailing baseline (official code: 100)
-    exclusion: int = 48,              # statistics left out before the present (official code: 48)
-    n_sigma: float = 12.0,            # deviation from the baseline, in its standard deviations (official code: 12)
-    min_statistic: float = 1.0,       # nats that a change must reach (official code: 1.0)
-    min_distance: int = 24,           # of two nearer peaks the higher one stays (official code: 24)
-) -> np.ndarray:                      # int indices into `statistics`, increasing
-    "Indices of the changes in a series of statistics; empty if it is too short. `ValueError`: a baseline or distance below 1."
+    baseline: int = 100,  # statistics in the trailing baseline (official code: 100)
+    exclusion: int = 48,  # statistics left out before the present (official code: 48)
+    n_sigma: float = 12.0,  # deviation from the baseline, in its standard deviations (official code: 12)
+    min_statistic: float = 1.0,  # nats that a change must reach (official code: 1.0)
+    min_distance: int = 24,  # of two nearer peaks the higher one stays (official code: 24)
+) -> np.ndarray:  # int indices into `statistics`, increasing
+    "Indices of the changes in a series; none if it is too short. `ValueError`: a baseline or distance below 1."
     from scipy.signal import find_peaks
 
     if baseline < 1 or exclusion < 0 or min_distance < 1:
-        raise ValueError(f"baseline, exclusion, min_distance are {baseline}, {exclusion}, {min_distance}: "
-                         "expected at least 1, 0 and 1")
+        raise ValueError(
+            f"baseline, exclusion, min_distance are {baseline}, {exclusion}, {min_distance}: "
+            "expected at least 1, 0 and 1"
+        )
     s = np.asarray(statistics, dtype=np.float64)
-    if s.ndim != 1 or not np.isfinite(s).all(): raise ValueError("statistics: expected a 1-d array of finite numbers")
+    if s.ndim != 1 or not np.isfinite(s).all():
+        raise ValueError("statistics: expected a 1-d array of finite numbers")
     above = exceedances(s, baseline=baseline, exclusion=exclusion, n_sigma=n_sigma)
     peaks = find_peaks(np.concatenate([[0], above, [0]]), distance=min_distance)[0] - 1
     return peaks[s[peaks] > min_statistic].astype(int)

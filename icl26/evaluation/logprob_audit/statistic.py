@@ -22,11 +22,13 @@ Observation = Mapping[Hashable, float]      # token -> log-probability in nats, 
 # %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #b74af252
 def _check_observations(sample: Sequence[Observation], name: str) -> None:
     "Raise a `ValueError` or `TypeError` that names the sample and the row."
-    if not len(sample): raise ValueError(f"{name} is empty: it needs at least one observation")
+    if not len(sample):
+        raise ValueError(f"{name} is empty: it needs at least one observation")
     for i, obs in enumerate(sample):
         if not isinstance(obs, Mapping):
             raise TypeError(f"{name}[{i}] is a {type(obs).__name__}: an observation maps tokens to log-probabilities")
-        if not obs: raise ValueError(f"{name}[{i}] is empty: an observation needs at least one token")
+        if not obs:
+            raise ValueError(f"{name}[{i}] is empty: an observation needs at least one token")
         if not math.isfinite(sum(obs.values())):
             for token, value in obs.items():
                 if not math.isfinite(value):
@@ -42,7 +44,7 @@ def _columns(*samples: Sequence[Observation]) -> dict:
 def _fill(sample: Sequence[Observation], column: dict) -> np.ndarray:
     "The matrix (N, n_tok) of a sample over the tokens of `column`, each row filled up with its own smallest value."
     lengths = np.fromiter(map(len, sample), int, len(sample))
-    values = np.fromiter(chain.from_iterable(obs.values() for obs in sample), float, lengths.sum())       # all, end to end
+    values = np.fromiter(chain.from_iterable(obs.values() for obs in sample), float, lengths.sum())  # all, end to end
     where = np.fromiter(map(column.__getitem__, chain.from_iterable(sample)), int, len(values))
     smallest = np.minimum.reduceat(values, np.r_[0, lengths.cumsum()[:-1]])
     rows = np.repeat(smallest[:, None], len(column), axis=1)
@@ -51,8 +53,8 @@ def _fill(sample: Sequence[Observation], column: dict) -> np.ndarray:
 
 
 def logprob_matrix(
-    sample1: Sequence[Observation],   # N1 observations
-    sample2: Sequence[Observation],   # N2 observations
+    sample1: Sequence[Observation],  # N1 observations
+    sample2: Sequence[Observation],  # N2 observations
 ) -> tuple[np.ndarray, np.ndarray, list]:
     """Both samples as matrices (N1, n_tok) and (N2, n_tok), float64, over the union of their tokens, and the tokens.
 
@@ -66,8 +68,8 @@ def logprob_matrix(
 
 # %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #81227534
 def lt_statistic(
-    a: np.ndarray,                    # (..., N1, n_tok) log-probabilities
-    b: np.ndarray,                    # (..., N2, n_tok)
+    a: np.ndarray,  # (..., N1, n_tok) log-probabilities
+    b: np.ndarray,  # (..., N2, n_tok)
 ) -> np.ndarray | float:
     "Mean over the tokens of the distance between the samples' means, in nats: (...), a float for two matrices."
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
@@ -76,7 +78,7 @@ def lt_statistic(
             raise ValueError(f"{name} has shape {x.shape}: expected (..., observations, tokens), both at least 1")
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(f"a has {a.shape[-1]} tokens and b has {b.shape[-1]}: both need the same columns")
-    origin = np.minimum(a[..., :1, :], b[..., :1, :])                 # cancels, and makes equal rows differ by exactly 0
+    origin = np.minimum(a[..., :1, :], b[..., :1, :])  # cancels, and makes equal rows differ by exactly 0
     s = np.abs((a - origin).mean(-2) - (b - origin).mean(-2)).mean(-1)
     return float(s) if s.ndim == 0 else s
 
@@ -185,17 +187,18 @@ def observations_needed(
 @dataclass(frozen=True)
 class TokenShift:
     "How one token moved between two samples."
-    token: Hashable                   # the vocabulary piece
-    before: float                     # mean log-probability in sample 1, nats
-    after: float                      # the same in sample 2
-    shift: float                      # after - before
-    share: float                      # of the statistic, 0 to 1
-    seen: tuple[int, int]             # observations of each sample that listed the token
+
+    token: Hashable  # the vocabulary piece
+    before: float  # mean log-probability in sample 1, nats
+    after: float  # the same in sample 2
+    shift: float  # after - before
+    share: float  # of the statistic, 0 to 1
+    seen: tuple[int, int]  # observations of each sample that listed the token
 
 
 def token_shifts(
-    sample1: Sequence[Observation],   # N1 observations, the baseline
-    sample2: Sequence[Observation],   # N2 observations
+    sample1: Sequence[Observation],  # N1 observations, the baseline
+    sample2: Sequence[Observation],  # N2 observations
 ) -> list[TokenShift]:
     "Each token's contribution to the statistic, largest first (ties in order of appearance); the shares sum to 1."
     a, b, tokens = logprob_matrix(sample1, sample2)
@@ -204,17 +207,21 @@ def token_shifts(
     share = moved / moved.sum() if moved.sum() > 0 else np.zeros(len(moved))
     seen = [(sum(t in o for o in sample1), sum(t in o for o in sample2)) for t in tokens]
     order = np.argsort(-moved, kind="stable")
-    return [TokenShift(tokens[i], float(before[i]), float(after[i]), float(after[i] - before[i]), float(share[i]), seen[i])
-            for i in order]
+    return [
+        TokenShift(tokens[i], float(before[i]), float(after[i]), float(after[i] - before[i]), float(share[i]), seen[i])
+        for i in order
+    ]
 
 
 def effect_size(
-    sample1: Sequence[Observation],   # the baseline, at least two observations: its jitter is the unit
-    sample2: Sequence[Observation],   # what is compared with it
+    sample1: Sequence[Observation],  # the baseline, at least two observations: its jitter is the unit
+    sample2: Sequence[Observation],  # what is compared with it
 ) -> float:
     "The statistic divided by the baseline's mean standard deviation over tokens; inf if the baseline does not jitter."
-    if len(sample1) < 2: raise ValueError(f"sample1 has {len(sample1)} observation: jitter needs at least 2")
+    if len(sample1) < 2:
+        raise ValueError(f"sample1 has {len(sample1)} observation: jitter needs at least 2")
     a, b, _ = logprob_matrix(sample1, sample2)
     s, jitter = lt_statistic(a, b), a.std(0, ddof=1).mean()
-    if jitter > 1e-15: return float(s / jitter)
+    if jitter > 1e-15:
+        return float(s / jitter)
     return 0.0 if s <= 1e-15 else float("inf")

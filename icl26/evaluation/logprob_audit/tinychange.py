@@ -20,11 +20,11 @@ from ...lm.hf import logits_at, position_ids
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #b911304c
 def share_changed(
-    original: nn.Module,              # the model before
-    variant: nn.Module,               # the model after: the same parameters by name and shape
-    nonzero: bool = False,            # count only weights that were not exactly 0 before
-) -> float:                           # 0 to 1
-    "Share of the parameters that are not bit for bit what they were. `ValueError` if the two have different parameters."
+    original: nn.Module,  # the model before
+    variant: nn.Module,  # the model after: the same parameters by name and shape
+    nonzero: bool = False,  # count only weights that were not exactly 0 before
+) -> float:  # 0 to 1
+    "Share of the parameters that are not bit for bit what they were. `ValueError`: other names or shapes."
     before, after = dict(original.named_parameters()), dict(variant.named_parameters())
     if {n: p.shape for n, p in before.items()} != {n: p.shape for n, p in after.items()}:
         raise ValueError("variant has other parameters than original: names and shapes must agree")
@@ -42,17 +42,19 @@ def _floats(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def add_noise(
-    model: nn.Module,                 # left as it is
-    scale: float,                     # σ, the standard deviation
-    seed: int = 0,                    # of the noise
-) -> nn.Module:                       # a changed deep copy
-    "Add N(0, scale²) to every floating-point parameter of a copy. `ValueError`: a negative scale, or nothing to change."
-    if not (scale >= 0 and math.isfinite(scale)): raise ValueError(f"scale is {scale}: expected a finite number, 0 or more")
-    if not _floats(model): raise ValueError("model has no floating-point parameter to add noise to")
+    model: nn.Module,  # left as it is
+    scale: float,  # σ, the standard deviation
+    seed: int = 0,  # of the noise
+) -> nn.Module:  # a changed deep copy
+    "Add N(0, scale²) to every parameter of a copy. `ValueError`: a negative scale, or nothing to change."
+    if not (scale >= 0 and math.isfinite(scale)):
+        raise ValueError(f"scale is {scale}: expected a finite number, 0 or more")
+    if not _floats(model):
+        raise ValueError("model has no floating-point parameter to add noise to")
     new, rng = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for p in _floats(new):
         noise = torch.randn(p.shape, generator=rng, dtype=torch.float32).to(p.device)
-        p.copy_(p.float() + scale * noise)                        # copy_ rounds to the parameter's type
+        p.copy_(p.float() + scale * noise)  # copy_ rounds to the parameter's type
     return new
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #abb4cc05
@@ -64,67 +66,77 @@ def mlp_weights(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def prune_mlp(
-    model: nn.Module,                 # left as it is
-    fraction: float,                  # share of each MLP weight that becomes 0, 0 to 1
-    method: str = "magnitude",        # "magnitude": the smallest |w|; "random": uniformly drawn
-    seed: int = 0,                    # of the draw
-) -> nn.Module:                       # a changed deep copy
-    "Zero round(fraction · numel) entries of every MLP weight of a copy. `ValueError`: fraction, method, or no MLP weight."
-    if not 0 <= fraction <= 1: raise ValueError(f"fraction is {fraction}: expected 0 to 1")
-    if method not in ("magnitude", "random"): raise ValueError(f"method is {method!r}: expected 'magnitude' or 'random'")
-    if not mlp_weights(model): raise ValueError("model has no module named '…mlp…' with a weight to prune")
+    model: nn.Module,  # left as it is
+    fraction: float,  # share of each MLP weight that becomes 0, 0 to 1
+    method: str = "magnitude",  # "magnitude": the smallest |w|; "random": uniformly drawn
+    seed: int = 0,  # of the draw
+) -> nn.Module:  # a changed deep copy
+    "Zero round(fraction · numel) entries of each MLP weight of a copy. `ValueError`: fraction, method, no MLP."
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction is {fraction}: expected 0 to 1")
+    if method not in ("magnitude", "random"):
+        raise ValueError(f"method is {method!r}: expected 'magnitude' or 'random'")
+    if not mlp_weights(model):
+        raise ValueError("model has no module named '…mlp…' with a weight to prune")
     new, rng = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for w in mlp_weights(new):
         k = round(fraction * w.numel())
-        if method == "random": index = torch.randperm(w.numel(), generator=rng)[:k].to(w.device)
-        else: index = w.abs().float().flatten().topk(k, largest=False).indices
+        if method == "random":
+            index = torch.randperm(w.numel(), generator=rng)[:k].to(w.device)
+        else:
+            index = w.abs().float().flatten().topk(k, largest=False).indices
         w.view(-1)[index] = 0
     return new
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #6d3530ae
 def labelled_loss(
-    model: nn.Module,                 # a causal LM
-    batch: Mapping[str, Tensor],      # input_ids, attention_mask, labels: (T,) or (1, T); labels -100 carry no loss
+    model: nn.Module,  # a causal LM
+    batch: Mapping[str, Tensor],  # input_ids, attention_mask, labels: (T,) or (1, T); labels -100 carry no loss
 ) -> Tensor:
-    "Mean cross-entropy (nats) of the labelled tokens, each predicted from the place before it. `ValueError` if there is none."
+    "Mean cross-entropy (nats) of the labelled tokens, each predicted from the place before. `ValueError`: none."
     device = next(model.parameters()).device
     ids, mask, labels = (batch[k].reshape(1, -1).to(device) for k in ("input_ids", "attention_mask", "labels"))
     keep = torch.zeros_like(labels, dtype=torch.bool)
-    keep[:, :-1] = labels[:, 1:] != -100                          # place t predicts token t + 1
-    if not keep.any(): raise ValueError("batch has no labelled token after the first: nothing to learn from")
+    keep[:, :-1] = labels[:, 1:] != -100  # place t predicts token t + 1
+    if not keep.any():
+        raise ValueError("batch has no labelled token after the first: nothing to learn from")
     logits = logits_at(model, ids, mask, position_ids(mask), keep)
     return nn.functional.cross_entropy(logits.float(), labels[:, 1:][keep[:, :-1]])
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #e319dd14
 def text_batch(
-    tokenizer: Callable,              # a Transformers tokenizer
-    text: str,                        # any text: every token is a target
-    max_length: int = 1024,           # tokens kept (official code: 1024)
+    tokenizer: Callable,  # a Transformers tokenizer
+    text: str,  # any text: every token is a target
+    max_length: int = 1024,  # tokens kept (official code: 1024)
 ) -> dict[str, Tensor]:
     "A plain text as a training example."
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
-    if bos is not None and ids[:1] != [bos]: ids = [bos, *ids]
+    if bos is not None and ids[:1] != [bos]:
+        ids = [bos, *ids]
     ids = torch.tensor(ids[:max_length])[None]
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone())
 
 
 def chat_batch(
-    tokenizer: Callable,              # a Transformers tokenizer with a chat template
-    messages: Sequence[Mapping],      # [{"role", "content"}, …]
-    max_length: int = 1024,           # tokens kept (official code: 1024)
+    tokenizer: Callable,  # a Transformers tokenizer with a chat template
+    messages: Sequence[Mapping],  # [{"role", "content"}, …]
+    max_length: int = 1024,  # tokens kept (official code: 1024)
 ) -> dict[str, Tensor]:
-    "A chat as a training example: only the assistant's tokens are targets. `ValueError` if a turn does not tokenise apart."
-    chat = lambda k, ask: tokenizer(tokenizer.apply_chat_template(list(messages[:k]), tokenize=False, add_generation_prompt=ask),
-                                    add_special_tokens=False)["input_ids"]
+    "A chat as an example: only the assistant's tokens are targets. `ValueError`: a turn does not tokenise apart."
+    chat = lambda k, ask: tokenizer(
+        tokenizer.apply_chat_template(list(messages[:k]), tokenize=False, add_generation_prompt=ask),
+        add_special_tokens=False,
+    )["input_ids"]
     ids = chat(len(messages), False)
     labels = [-100] * len(ids)
     for k, m in enumerate(messages):
-        if m["role"] != "assistant": continue
+        if m["role"] != "assistant":
+            continue
         start, end = chat(k, True), chat(k + 1, False)
-        if ids[:len(start)] != start or ids[:len(end)] != end:
+        if ids[: len(start)] != start or ids[: len(end)] != end:
             raise ValueError(f"messages[{k}] does not begin and end on token borders of this chat template")
-        labels[len(start):len(end)] = ids[len(start):len(end)]
+        labels[len(start) : len(end)] = ids[len(start) : len(end)]
     ids, labels = (torch.tensor(x[:max_length])[None] for x in (ids, labels))
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels)
 
@@ -201,8 +213,9 @@ def _merged(work: nn.Module) -> dict[str, Tensor]:
 @dataclass
 class Variant:
     "One member of TinyChange."
-    kind: str                         # "unchanged", "noise", "prune_magnitude", "prune_random", "finetune", "finetune_lora"
-    level: float                      # σ, pruned fraction or number of steps
+
+    kind: str  # "unchanged", "noise", "prune_magnitude", "prune_random", "finetune", "finetune_lora"
+    level: float  # σ, pruned fraction or number of steps
     model: nn.Module = field(repr=False)
 
 
@@ -215,7 +228,8 @@ class LazyVariant(Variant):
     @property
     def model(self) -> nn.Module:
         "The changed model."
-        if self._model is None: self._model = self._build()
+        if self._model is None:
+            self._model = self._build()
         return self._model
 
     def free(self) -> None:
@@ -223,45 +237,61 @@ class LazyVariant(Variant):
         self._model = None
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #1e28fb2b
-POWERS = tuple(2.0**-k for k in range(16))                     # 1, 1/2, … 2⁻¹⁵
-STEPS = tuple(2**k for k in range(10))                         # 1, 2, … 512
+POWERS = tuple(2.0**-k for k in range(16))  # 1, 1/2, … 2⁻¹⁵
+STEPS = tuple(2**k for k in range(10))  # 1, 2, … 512
 
-
+# %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #754ca4c5
 class TinyChange:
-    "An iterable of `Variant`: the unchanged model, then each kind from its largest change (fine-tuning: fewest steps) on."
+    "An iterable of `Variant`: the unchanged model, then noise, pruning and fine-tuning in the order of their levels."
 
     def __init__(
         self,
-        model: nn.Module,                                 # the original; never changed
+        model: nn.Module,  # the original; never changed
         *,
-        noise: Sequence[float] = POWERS,                  # standard deviations; () leaves the kind out
-        prune: Sequence[float] = POWERS[:11],             # fractions 1 … 2⁻¹⁰, each pruned both ways
-        finetune: Sequence[int] = STEPS,                  # numbers of steps
-        finetune_batches: Sequence[Mapping] | None = None,     # examples, the same order for every level; None: no fine-tuning
-        lora: bool = True,                                # also fine-tune through LoRA
-        lr: float = 1e-6,                                 # learning rate of both
-        seed: int = 0,                                    # of noise, random pruning and the adapters
+        noise: Sequence[float] = POWERS,  # standard deviations; () leaves the kind out
+        prune: Sequence[float] = POWERS[:11],  # fractions 1 … 2⁻¹⁰, each pruned both ways
+        finetune: Sequence[int] = STEPS,  # numbers of steps
+        finetune_batches: Sequence[Mapping]
+        | None = None,  # examples, the same order for every level; None: no fine-tuning
+        lora: bool = True,  # also fine-tune through LoRA
+        lr: float = 1e-6,  # learning rate of both
+        seed: int = 0,  # of noise, random pruning and the adapters
     ):
         finetune = () if finetune_batches is None else tuple(finetune)
-        if noise and not _floats(model): raise ValueError("noise: the model has no floating-point parameter")
-        if prune and not mlp_weights(model): raise ValueError("prune: the model has no module named '…mlp…' with a weight")
+        if noise and not _floats(model):
+            raise ValueError("noise: the model has no floating-point parameter")
+        if prune and not mlp_weights(model):
+            raise ValueError("prune: the model has no module named '…mlp…' with a weight")
         if finetune and max(finetune) > len(finetune_batches):
-            raise ValueError(f"finetune asks for {max(finetune)} steps, but finetune_batches holds {len(finetune_batches)}")
+            raise ValueError(
+                f"finetune asks for {max(finetune)} steps, but finetune_batches holds {len(finetune_batches)}"
+            )
         if finetune and lora and not any(n.endswith(LORA_TARGETS) for n, _ in model.named_modules()):
             raise ValueError(f"lora: the model has none of the modules {', '.join(LORA_TARGETS)}; give lora=False")
         self.model, self.batches, self.lr, self.seed = model, finetune_batches, lr, seed
-        kinds = {"unchanged": (0.0,), "noise": noise, "prune_magnitude": prune, "prune_random": prune,
-                 "finetune": finetune, "finetune_lora": finetune if lora else ()}
+        kinds = {
+            "unchanged": (0.0,),
+            "noise": noise,
+            "prune_magnitude": prune,
+            "prune_random": prune,
+            "finetune": finetune,
+            "finetune_lora": finetune if lora else (),
+        }
         self.plan = [(kind, level) for kind, levels in kinds.items() for level in levels]
 
-    def __len__(self) -> int: return len(self.plan)
+    def __len__(self) -> int:
+        return len(self.plan)
 
     def build(self, kind: str, level: float) -> nn.Module:
         "A fresh model of one kind and level."
-        if kind == "unchanged": return copy.deepcopy(self.model)
-        if kind == "noise": return add_noise(self.model, level, self.seed)
-        if kind.startswith("prune_"): return prune_mlp(self.model, level, kind.removeprefix("prune_"), self.seed)
-        if kind == "finetune": return next(finetune_full(self.model, self.batches, (level,), lr=self.lr))[1]
+        if kind == "unchanged":
+            return copy.deepcopy(self.model)
+        if kind == "noise":
+            return add_noise(self.model, level, self.seed)
+        if kind.startswith("prune_"):
+            return prune_mlp(self.model, level, kind.removeprefix("prune_"), self.seed)
+        if kind == "finetune":
+            return next(finetune_full(self.model, self.batches, (level,), lr=self.lr))[1]
         return next(finetune_lora(self.model, self.batches, (level,), lr=self.lr, seed=self.seed))[1]
 
     def __iter__(self) -> Iterator[Variant]:

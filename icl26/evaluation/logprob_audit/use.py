@@ -31,92 +31,130 @@ from ...lm import HFLM, LM
 @dataclass(frozen=True)
 class AuditReport:
     "The outcome of one check."
-    changed: bool                     # p at most alpha / tests
-    statistic: float                  # S, nats
+
+    changed: bool  # p at most alpha / tests
+    statistic: float  # S, nats
     pvalue: float
-    effect: float                     # S in units of the baseline's jitter; inf if the baseline does not jitter
-    alpha: float                      # chance of any false alarm
-    tests: int                        # among this many checks
-    n_baseline: int                   # answers in the baseline
-    n_check: int                      # answers in the check
-    tokens: tuple[TokenShift, ...]    # largest contribution first
+    effect: float  # S in units of the baseline's jitter; inf if the baseline does not jitter
+    alpha: float  # chance of any false alarm
+    tests: int  # among this many checks
+    n_baseline: int  # answers in the baseline
+    n_check: int  # answers in the check
+    tokens: tuple[TokenShift, ...]  # largest contribution first
 
     def lines(self, top: int = 5) -> list[str]:
         "The report as text."
-        size = f"{self.effect:.2g} × the baseline's jitter" if math.isfinite(self.effect) else "∞ × jitter: the baseline does not jitter"
+        size = (
+            f"{self.effect:.2g} × the baseline's jitter"
+            if math.isfinite(self.effect)
+            else "∞ × jitter: the baseline does not jitter"
+        )
         limit = f"α = {self.alpha:g}" + (f" / {self.tests} checks" if self.tests > 1 else "")
-        out = [f"{self.n_baseline} answers in the baseline, {self.n_check} now",
-               f"S = {self.statistic:.4g} nat   p = {self.pvalue:.3g}   effect {size}",
-               f"{'CHANGED' if self.changed else 'no change found'} ({limit})"]
+        out = [
+            f"{self.n_baseline} answers in the baseline, {self.n_check} now",
+            f"S = {self.statistic:.4g} nat   p = {self.pvalue:.3g}   effect {size}",
+            f"{'CHANGED' if self.changed else 'no change found'} ({limit})",
+        ]
         if self.statistic > 0:
             out.append(f"{'token':>16} {'before':>9} {'now':>9} {'shift':>9} {'share':>6}  seen before, now")
-            out += [f"{str(t.token)!r:>16} {t.before:9.4f} {t.after:9.4f} {t.shift:+9.4f} {t.share:6.1%}  {t.seen[0]}, {t.seen[1]}" for t in self.tokens[:top]]
+            out += [
+                f"{str(t.token)!r:>16} {t.before:9.4f} {t.after:9.4f} {t.shift:+9.4f} {t.share:6.1%}"
+                f"  {t.seen[0]}, {t.seen[1]}"
+                for t in self.tokens[:top]
+            ]
         return out
 
     def to_dict(self, top: int = 5) -> dict:
         "The report as plain JSON values; an infinite effect becomes None."
-        return {**asdict(self), "effect": self.effect if math.isfinite(self.effect) else None,
-                "tokens": [{**asdict(t), "token": str(t.token), "seen": list(t.seen)} for t in self.tokens[:top]]}
+        return {
+            **asdict(self),
+            "effect": self.effect if math.isfinite(self.effect) else None,
+            "tokens": [{**asdict(t), "token": str(t.token), "seen": list(t.seen)} for t in self.tokens[:top]],
+        }
 
-
+# %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #4cbc8428
 def smallest_pvalue(
-    n1: int,                          # answers in the baseline
-    n2: int,                          # answers in the check
-) -> float:                           # of all ways to label them
+    n1: int,  # answers in the baseline
+    n2: int,  # answers in the check
+) -> float:  # of all ways to label them
     "The smallest p-value that two samples of these sizes can have; equal ones count twice, as they may swap."
     return (1 + (n1 == n2)) / math.comb(n1 + n2, n1)
 
 
 def audit(
     baseline: Sequence[Observation],  # answers of the reference
-    check: Sequence[Observation],     # answers now
+    check: Sequence[Observation],  # answers now
     *,
-    alpha: float = 0.05,              # chance of any false alarm
-    tests: int = 1,                   # among this many checks
-    n_permutations: int | None = None,        # None: 10 000, or what alpha / tests needs
-    seed: int = 0,                    # of the relabellings
+    alpha: float = 0.05,  # chance of any false alarm
+    tests: int = 1,  # among this many checks
+    n_permutations: int | None = None,  # None: 10 000, or what alpha / tests needs
+    seed: int = 0,  # of the relabellings
 ) -> AuditReport:
-    "Test a fresh sample against a baseline. `ValueError`: samples, permutations or alpha that cannot reach alpha / tests."
+    "Test a fresh sample against a baseline. `ValueError`: samples or permutations that cannot reach alpha / tests."
     needed = permutations_needed(alpha, tests)
     n1, n2 = len(baseline), len(check)
     if smallest_pvalue(n1, n2) > alpha / tests:
         more = next(n for n in range(2, 200) if smallest_pvalue(n1, n) <= alpha / tests) if n1 > 1 else 2
-        raise ValueError(f"{n1} answers against {n2} cannot reach p = {alpha / tests:.2g}, whatever they show: "
-                         f"with this baseline a check needs {more} answers")
+        raise ValueError(
+            f"{n1} answers against {n2} cannot reach p = {alpha / tests:.2g}, whatever they show: "
+            f"with this baseline a check needs {more} answers"
+        )
     n_permutations = max(10_000, needed) if n_permutations is None else n_permutations
-    if n_permutations < needed: raise ValueError(f"n_permutations is {n_permutations}: p = {alpha / tests:.2g} needs {needed}")
+    if n_permutations < needed:
+        raise ValueError(f"n_permutations is {n_permutations}: p = {alpha / tests:.2g} needs {needed}")
     r = lt_test(baseline, check, n_permutations=n_permutations, seed=seed)
-    return AuditReport(r.pvalue <= alpha / tests, r.statistic, r.pvalue, effect_size(baseline, check), alpha, tests, n1, n2,
-                       tuple(token_shifts(baseline, check)))
+    return AuditReport(
+        r.pvalue <= alpha / tests,
+        r.statistic,
+        r.pvalue,
+        effect_size(baseline, check),
+        alpha,
+        tests,
+        n1,
+        n2,
+        tuple(token_shifts(baseline, check)),
+    )
 
 # %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #9a488ca3
-SOURCE = ("model", "base_url", "endpoint", "local", "prompt", "top_k")        # what a baseline and its checks have in common
+SOURCE = ("model", "base_url", "endpoint", "local", "prompt", "top_k")  # what a baseline and its checks have in common
 
 
 def load_watch(
-    path: str | Path,                 # a file written by the command
-) -> tuple[dict, list[Observation], dict[int, list[dict]]]:   # source, baseline answers, lines of each check by its number
+    path: str | Path,  # a file written by the command
+) -> tuple[
+    dict, list[Observation], dict[int, list[dict]]
+]:  # source, baseline answers, lines of each check by its number
     "The content of a watch file. `ValueError`: a line without log-probabilities, or baselines of different sources."
     source, baseline, checks = {}, [], {}
     for number, line in enumerate(read_lines(path), 1):
-        if line.get("kind") == "result": continue
-        if line.get("kind") not in ("baseline", "check") or not isinstance(line.get("logprobs"), dict) or not line["logprobs"]:
+        if line.get("kind") == "result":
+            continue
+        if (
+            line.get("kind") not in ("baseline", "check")
+            or not isinstance(line.get("logprobs"), dict)
+            or not line["logprobs"]
+        ):
             raise ValueError(f"{path}: line {number} is neither a result nor an answer with log-probabilities")
-        if line["kind"] == "check": checks.setdefault(line["round"], []).append(line)
+        if line["kind"] == "check":
+            checks.setdefault(line["round"], []).append(line)
         else:
             here = {k: line.get(k) for k in SOURCE}
-            if source and here != source: raise ValueError(f"{path}: line {number} is a baseline of another source than the first")
+            if source and here != source:
+                raise ValueError(f"{path}: line {number} is a baseline of another source than the first")
             source, baseline = here, [*baseline, line["logprobs"]]
     return source, baseline, checks
 
 
 def open_source(
-    source: dict,                     # the fields of SOURCE
+    source: dict,  # the fields of SOURCE
 ) -> LM:
     "The endpoint or local model behind a source."
-    if source["local"] == "bundled": return HFLM.bundled()
-    if source["local"]: return HFLM(source["local"])
+    if source["local"] == "bundled":
+        return HFLM.bundled()
+    if source["local"]:
+        return HFLM(source["local"])
     from icl26.lm.openai import OpenAILM
+
     return OpenAILM(source["model"], source["base_url"], endpoint=source["endpoint"])
 
 
@@ -127,15 +165,16 @@ def _now() -> str:
 def _ask(lm: LM, source: dict) -> dict:
     "One answer; a server that gives no log-probabilities has none to audit."
     answer = dict(lm.top_logprobs([source["prompt"]], source["top_k"])[0])
-    if not answer: raise ValueError("the answer holds no log-probabilities")
+    if not answer:
+        raise ValueError("the answer holds no log-probabilities")
     return {k: float(v) for k, v in answer.items() if math.isfinite(v)}
 
 # %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #46ec1646
 def run_baseline(
-    path: str | Path,                 # the watch file
-    source: dict,                     # the fields of SOURCE
-    n: int = 20,                      # answers the baseline shall have
-) -> int:                             # answers that were asked for now
+    path: str | Path,  # the watch file
+    source: dict,  # the fields of SOURCE
+    n: int = 20,  # answers the baseline shall have
+) -> int:  # answers that were asked for now
     "Collect what is missing of a baseline. `ValueError`: the file holds another source's."
     known, have, _ = load_watch(path)
     if known and known != source:
@@ -143,24 +182,29 @@ def run_baseline(
         raise ValueError(f"{path} holds a baseline of another source ({other}); use another file")
     missing = max(0, n - len(have))
     lm = open_source(source) if missing else None
-    for _ in range(missing): append_line(path, {"kind": "baseline", "time": _now(), **source, "logprobs": _ask(lm, source)})
+    for _ in range(missing):
+        append_line(path, {"kind": "baseline", "time": _now(), **source, "logprobs": _ask(lm, source)})
     return missing
 
 
 def run_check(
-    path: str | Path,                 # the watch file, with a baseline
-    n: int = 10,                      # answers of a check
-    resume_within: float = 60.0,      # minutes: an unfinished check younger than that is gone on with
-    **how: float,                     # alpha, tests, n_permutations, seed: as in audit
+    path: str | Path,  # the watch file, with a baseline
+    n: int = 10,  # answers of a check
+    resume_within: float = 60.0,  # minutes: an unfinished check younger than that is gone on with
+    **how: float,  # alpha, tests, n_permutations, seed: as in audit
 ) -> AuditReport:
     "Collect a fresh sample, test it, and add the result to the file. `ValueError`: no baseline, or as `audit`."
     source, baseline, checks = load_watch(path)
-    if not baseline: raise ValueError(f"{path} holds no baseline: make one first with `icl26 use logprob_audit baseline {path} …`")
+    if not baseline:
+        raise ValueError(f"{path} holds no baseline: make one first with `icl26 use logprob_audit baseline {path} …`")
     number, lines = max(checks.items(), default=(0, []))
     age = datetime.now(timezone.utc) - datetime.fromisoformat(lines[-1]["time"]) if lines else None
     done = {line["round"] for line in read_lines(path) if line.get("kind") == "result"}
-    if not lines or number in done or age.total_seconds() > 60 * resume_within: number, lines = number + 1, []
-    audit(baseline, baseline[:1] * n, **{**how, "n_permutations": None})          # can samples of this size say anything? asked before paying
+    if not lines or number in done or age.total_seconds() > 60 * resume_within:
+        number, lines = number + 1, []
+    audit(
+        baseline, baseline[:1] * n, **{**how, "n_permutations": None}
+    )  # can samples of this size say anything? asked before paying
     sample, lm = [line["logprobs"] for line in lines][:n], None
     while len(sample) < n:
         lm = lm or open_source(source)
@@ -172,24 +216,28 @@ def run_check(
 
 # %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #3d826a68
 def run_series(
-    path: str | Path,                 # the watch file
-    window: int = 24,                 # answers a side
-    min_statistic: float = 1.0,       # nats
-) -> list[dict]:                      # change points: number of the answer and its S
+    path: str | Path,  # the watch file
+    window: int = 24,  # answers a side
+    min_statistic: float = 1.0,  # nats
+) -> list[dict]:  # change points: number of the answer and its S
     "Change points among all answers of the file, in their order. `ValueError`: too few for two windows."
     s = lt_series([line["logprobs"] for line in read_lines(path) if "logprobs" in line], window)
     return [dict(answer=int(j) + window, statistic=float(s[j])) for j in detect_changes(s, min_statistic=min_statistic)]
 
-
+# %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #6fb64ce8
 def parser() -> argparse.ArgumentParser:
     "The command line."
-    p = argparse.ArgumentParser(prog="icl26 use logprob_audit", description="Did the model behind an endpoint change?",
-                                epilog="exit code of check: 0 nothing found, 3 changed, 2 error")
+    p = argparse.ArgumentParser(
+        prog="icl26 use logprob_audit",
+        description="Did the model behind an endpoint change?",
+        epilog="exit code of check: 0 nothing found, 3 changed, 2 error",
+    )
     sub = p.add_subparsers(dest="command", required=True)
     b = sub.add_parser("baseline", help="collect the answers that later ones are compared with")
     c = sub.add_parser("check", help="collect a fresh sample and test it against the baseline")
     s = sub.add_parser("series", help="change points among all answers in the file")
-    for q in (b, c, s): q.add_argument("file", help="JSON lines; made if need be, continued if there")
+    for q in (b, c, s):
+        q.add_argument("file", help="JSON lines; made if need be, continued if there")
     b.add_argument("--model", help="the model's name on the server")
     b.add_argument("--base-url", help="such as http://localhost:8000/v1; without: OpenAI's own")
     b.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
@@ -201,40 +249,56 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--alpha", type=float, default=0.05, help="chance of any false alarm among --tests checks")
     c.add_argument("--tests", type=int, default=1, help="checks that share alpha; hourly for a year: 8760")
     c.add_argument("--permutations", type=int, help="default: 10 000, or what alpha and tests need")
-    c.add_argument("--resume-within", type=float, default=60, help="minutes: a younger unfinished check is gone on with")
+    c.add_argument(
+        "--resume-within", type=float, default=60, help="minutes: a younger unfinished check is gone on with"
+    )
     c.add_argument("--json", action="store_true", help="print the report as JSON")
     s.add_argument("--window", type=int, default=24)
     s.add_argument("--min-statistic", type=float, default=1.0, help="nats that a change must reach")
     return p
 
-
+# %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #31f1d8b3
 def _run(args: argparse.Namespace) -> int:
     "What the parsed arguments ask for."
-    if getattr(args, "n", 2) < 2: raise ValueError(f"--n is {args.n}: at least 2 answers are needed")
+    if getattr(args, "n", 2) < 2:
+        raise ValueError(f"--n is {args.n}: at least 2 answers are needed")
     if args.command == "baseline":
-        if bool(args.model) == bool(args.local): raise ValueError("give either --model (with --base-url for your own server) or --local")
+        if bool(args.model) == bool(args.local):
+            raise ValueError("give either --model (with --base-url for your own server) or --local")
         remote = args.model is not None
-        source = dict(model=args.model, base_url=args.base_url if remote else None, endpoint=args.endpoint if remote else None,
-                      local=args.local, prompt=args.prompt, top_k=args.top_k)
+        source = dict(
+            model=args.model,
+            base_url=args.base_url if remote else None,
+            endpoint=args.endpoint if remote else None,
+            local=args.local,
+            prompt=args.prompt,
+            top_k=args.top_k,
+        )
         asked = run_baseline(args.file, source, args.n)
         print(f"{args.file}: {asked} answers collected, {len(load_watch(args.file)[1])} in the baseline")
         return 0
     if args.command == "series":
-        for c in run_series(args.file, args.window, args.min_statistic): print(f"change at answer {c['answer']}, S = {c['statistic']:.3g} nat")
+        for c in run_series(args.file, args.window, args.min_statistic):
+            print(f"change at answer {c['answer']}, S = {c['statistic']:.3g} nat")
         return 0
-    report = run_check(args.file, args.n, args.resume_within, alpha=args.alpha, tests=args.tests, n_permutations=args.permutations)
+    report = run_check(
+        args.file, args.n, args.resume_within, alpha=args.alpha, tests=args.tests, n_permutations=args.permutations
+    )
     print(json.dumps(report.to_dict(), ensure_ascii=False) if args.json else "\n".join(report.lines()))
     return 3 if report.changed else 0
 
 
 def main(
-    argv: list[str] | None = None,    # arguments after `icl26 use logprob_audit`; None: those of the process
-) -> int:                             # 0, 2 for an error, 3 when a check finds a change, 130 when interrupted
+    argv: list[str] | None = None,  # arguments after `icl26 use logprob_audit`; None: those of the process
+) -> int:  # 0, 2 for an error, 3 when a check finds a change, 130 when interrupted
     "The command `icl26 use logprob_audit`. Errors of the user are one line on stderr."
-    try: args = parser().parse_args(argv)
-    except SystemExit as e: return int(e.code or 0)
-    try: return _run(args)
-    except (ValueError, OSError, ImportError, RuntimeError) as e:             # a server's errors are RuntimeErrors
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as e:
+        return int(e.code or 0)
+    try:
+        return _run(args)
+    except (ValueError, OSError, ImportError, RuntimeError) as e:  # a server's errors are RuntimeErrors
         print(f"icl26: error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
