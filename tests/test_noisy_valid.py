@@ -428,13 +428,10 @@ def write_data(folder):
                 w.writerow([text, int(rng.random() < 0.4), "are you kind" if name == "saferlhf" else ""])
 
 
-def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path, monkeypatch):
-    "The grids are those of `smoke`, whose size the models do not change; texts, prompts, models and resamplings are those of `gpu`."
-    monkeypatch.setenv(real.DATA_FOLDER, str(stand_in / "data"))
-    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
-    small = 'SETTINGS |= dict(tpr=(0.7, 0.8, 0.95), fpr=(0.05, 0.1, 0.3), trials=200, plane=3, plane_trials=200, curve_trials=200)\n'
-    change = lambda source: source.replace("ALPHA, ZETA, N_JUDGE", small + "ALPHA, ZETA, N_JUDGE", 1) if source.startswith("GRID = ") else source
-    record = notebook(tmp_path, change, profile="gpu", device="cpu", model=str(stand_in / "models"))
+def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path):
+    path = reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", str(stand_in / "models"),
+                     env={real.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(tmp_path / "cache")})
+    record = load_results(path)
     claims = {c["id"]: c for c in record["claims"]}
     assert not any(c["verdict"] == "not run" for c in record["claims"])
     assert claims["real"]["scale"] == claims["estimator"]["scale"] == "paper"
