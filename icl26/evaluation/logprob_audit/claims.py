@@ -110,8 +110,11 @@ def sensitivity_claims(scale: str) -> list[Claim]:
             scale=scale,
             paper_value=0.01,
             unit="mean AUC, short − long",
-            reproduced=[holds("interval_inside", (-0.05, 0.05))],
-            partly=[holds("interval_contains", 0)],
+            reproduced=[
+                holds("interval_inside", (-0.05, 0.05), parts="difference"),
+                holds("at_least", 2, parts="levels below the ceiling"),
+            ],
+            partly=[holds("interval_contains", 0, parts="difference")],
         ),
         Claim(
             "cost",

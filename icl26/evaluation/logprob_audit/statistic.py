@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Observation', 'logprob_matrix', 'lt_statistic', 'relabellings', 'permuted_statistics', 'TwoSampleResult', 'mean_test',
-           'lt_test', 'permutations_needed', 'observations_needed', 'TokenShift', 'token_shifts', 'effect_size']
+           'lt_test', 'permutations_needed', 'observations_needed', 'smallest_pvalue', 'attainable_pvalue',
+           'TokenShift', 'token_shifts', 'effect_size']
 
 # %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #8c7c858b
 import math
@@ -182,6 +183,24 @@ def observations_needed(
     n = 1
     while 2 / math.comb(2 * n, n) > alpha / tests: n += 1
     return n
+
+# %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #52614e47
+def smallest_pvalue(
+    n1: int,  # observations in one sample
+    n2: int,  # observations in the other
+) -> float:  # of all ways to label them
+    "The smallest exact p-value of two samples of these sizes; equal sizes count twice, as the groups may swap."
+    return (1 + (n1 == n2)) / math.comb(n1 + n2, n1)
+
+
+def attainable_pvalue(
+    n1: int,  # observations in one sample
+    n2: int,  # observations in the other
+    n_permutations: int,  # random labellings B
+) -> float:
+    "The p-value that an obvious change reaches but for a chance of about 0.1 %: the observed labelling comes back among the B."
+    back = n_permutations * smallest_pvalue(n1, n2)
+    return (1 + back + 3 * math.sqrt(back)) / (1 + n_permutations)
 
 # %% ../../../nbs/evaluation/logprob_audit/01_statistic.ipynb #3783569d
 @dataclass(frozen=True)
