@@ -160,9 +160,9 @@ def one_sided(
 ) -> np.ndarray:  # the bounds of k/n
     "Clopper-Pearson bounds; each distinct (k, n) is computed once, which is what makes a simulation of 10^5 trials cheap."
     k, n = np.broadcast_arrays(np.asarray(k, np.int64), np.asarray(n, np.int64))
-    pair, back = np.unique(k * (n.max() + 1) + n, return_inverse=True)
-    k_, n_ = np.divmod(pair, n.max() + 1)
-    bounds = clopper_pearson(k_, n_, level=level, side=side)
+    (k_, at_k), (n_, at_n) = (np.unique(x.ravel(), return_inverse=True) for x in (k, n))
+    pair, back = np.unique(at_k * n_.size + at_n, return_inverse=True)                 # ranks: k * n would overflow for large n
+    bounds = clopper_pearson(k_[pair // n_.size], n_[pair % n_.size], level=level, side=side)
     return np.asarray(bounds.high if side == "upper" else bounds.low)[back].reshape(k.shape)
 
 # %% ../../../nbs/evaluation/noisy_valid/02_tests.ipynb #714366d8

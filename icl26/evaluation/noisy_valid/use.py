@@ -15,32 +15,48 @@ from pathlib import Path
 
 import numpy as np
 
-from .judge import corrected_rate, estimate_judge
+from .judge import corrected_rate, count, estimate_judge
 from .power import asymptotic_power, minimum_tpr, noisy_beats_direct, required_human, simulate
-from .tests import METHODS, certify
+from .tests import METHODS, certify, ppi
 
 # %% ../../../nbs/evaluation/noisy_valid/06_use.ipynb #48d19492
-WORDS = {"0": False, "1": True, "false": False, "true": True}
+WORDS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
 def read_labels(
     path: str | Path,  # CSV with the columns judge and human
 ) -> dict[str, np.ndarray]:  # human and human_judge (n_M,), judge_labels (n_J,), all bool
-    "The labels of D_M and D_J. ValueError that names the file and the line for a missing column or a label that is not 0 or 1."
+    """The labels of D_M and D_J. ValueError that names the file for one that is not CSV in UTF-8, and the line for a column that
+    is missing or there twice, a row with more or fewer cells than the header, or a label that is not 0 or 1."""
     human, human_judge, judge_labels = [], [], []
-    with open(path, newline="", encoding="utf-8-sig") as f:
-        reader = csv.DictReader(f, skipinitialspace=True)
-        names = {(n or "").strip().lower(): n for n in reader.fieldnames or ()}
-        if not {"judge", "human"} <= set(names):
-            raise ValueError(f"{path}: want the columns judge and human, got {', '.join(map(str, names)) or 'an empty file'}")
-        for row in reader:
-            h, j = ((row[names[k]] or "").strip().lower() for k in ("human", "judge"))
-            for name, value in (("judge", j), ("human", h)):
-                if value not in WORDS and not (name == "human" and value == ""):
-                    raise ValueError(f"{path}, line {reader.line_num}: {name} must be 0 or 1, got {value!r}")
-            (judge_labels if h == "" else human_judge).append(WORDS[j])
-            human += [WORDS[h]] if h else []
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as f:
+            for h, j in _rows(csv.reader(f, skipinitialspace=True), path):
+                (judge_labels if h == "" else human_judge).append(WORDS[j])
+                human += [WORDS[h]] if h else []
+    except (csv.Error, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: not a CSV file in UTF-8 ({e})") from None
     return {k: np.array(v, bool) for k, v in dict(human=human, human_judge=human_judge, judge_labels=judge_labels).items()}
+
+
+def _rows(reader, path: str | Path):
+    "The cells human and judge of each row, checked."
+    names = [n.strip().lower() for n in next(reader, [])]
+    for k in ("judge", "human"):
+        if k not in names:
+            raise ValueError(f"{path}: want the columns judge and human, got {', '.join(names) or 'an empty file'}")
+        if names.count(k) > 1:
+            raise ValueError(f"{path}, line {reader.line_num}: want one column {k}, got {names.count(k)}")
+    for row in reader:
+        if not row:                                                    # an empty line
+            continue
+        if len(row) != len(names):
+            raise ValueError(f"{path}, line {reader.line_num}: want {len(names)} cells as in the header, got {len(row)}")
+        h, j = (row[names.index(k)].strip().lower() for k in ("human", "judge"))
+        for name, value in (("judge", j), ("human", h)):
+            if value not in WORDS and not (name == "human" and value == ""):
+                raise ValueError(f"{path}, line {reader.line_num}: {name} must be 0 or 1, got {value!r}")
+        yield h, j
 
 # %% ../../../nbs/evaluation/noisy_valid/06_use.ipynb #daee5ce5
 def certificate(
@@ -62,11 +78,25 @@ def certificate(
     both = 0 < data["human"].sum() < len(data["human"])
     if "judge_labels" in used and both and min(len(data["human"]), len(data["judge_labels"])) >= 2:
         results |= {m: certify(m, alpha=alpha, zeta=zeta, **used) for m in METHODS if m not in ("oracle", method)}
-    out = dict(certified=main_result.certified, method=method, variance=variance, alpha=alpha, zeta=zeta, n_human=len(data["human"]),
+    flat = [m for m in results if _without_variance(m, data, alpha)]
+    certified = {m: r.certified and m not in flat for m, r in results.items()}
+    out = dict(certified=certified[method], method=method, variance=variance, alpha=alpha, zeta=zeta, n_human=len(data["human"]),
                n_failures=int(data["human"].sum()), n_judge=len(data["judge_labels"]))
-    out["tests"] = {m: dict(certified=r.certified, statistic=_finite(r.statistic), threshold=r.threshold, pvalue=_finite(r.pvalue),
-                            informative=r.informative, calibration_share=_finite(r.calibration_share)) for m, r in results.items()}
-    return out | (_diagnostics(data, alpha, zeta) if both else {})
+    out["tests"] = {m: dict(certified=certified[m], statistic=_finite(r.statistic), threshold=r.threshold,
+                            pvalue=None if m in flat else _finite(r.pvalue), zero_variance=m in flat, informative=r.informative, calibration_share=_finite(r.calibration_share)) for m, r in results.items()}
+    out |= _diagnostics(data, alpha, zeta) if both else {}
+    out["warnings"] = [f"{m}: the estimate of the variance is zero; its result says nothing and certifies nothing" for m in flat]
+    if "failure_rate" in out and out["failure_rate"]["low"] == out["failure_rate"]["high"]:
+        out["warnings"].append("the interval of the failure rate has no width, because the rates behind it are 0 or 1 in this sample; "
+                               "it says nothing about the uncertainty")
+    return out
+
+
+def _without_variance(method: str, data: dict, alpha: float) -> bool:
+    "Whether a PPI test has an estimated variance of zero on these labels."
+    if method not in ("ppi", "ppi++"):
+        return False
+    return not ppi(count(data["judge_labels"], data["human"], data["human_judge"]), alpha, 1.0 if method == "ppi" else None).se > 0
 
 
 def _finite(x: float) -> float | None:
@@ -130,7 +160,7 @@ def show_certificate(
              f"{r['n_human']} human labels ({r['n_failures']} failures), {r['n_judge']} labels of the judge alone", ""]
     for m, t in r["tests"].items():
         value = "no bound" if t["statistic"] is None else f"{t['statistic']:.4f} {'<' if t['statistic'] < t['threshold'] else '>='} {t['threshold']:.4f}"
-        p = "" if t["pvalue"] is None else f"   p = {t['pvalue']:.3g}"
+        p = "   (variance estimated as zero: says nothing)" if t["zero_variance"] else "" if t["pvalue"] is None else f"   p = {t['pvalue']:.3g}"
         lines.append(f"  {m:7} {'certifies' if t['certified'] else 'does not':10} {value}{p}" + ("" if t["informative"] else "   (judge not informative)"))
     span = lambda d: f"{d['value']:.3f} [{d['low']:.3f}, {d['high']:.3f}]"
     if "tpr" in r:
@@ -142,6 +172,7 @@ def show_certificate(
         lines.append(f"share of noisy's variance that only human labels can reduce: {share:.0%}")
     if "chance_to_certify" in r:
         lines.append("chance to certify at these rates: " + ", ".join(f"{v:.2f} with {k}" for k, v in r["chance_to_certify"].items()))
+    lines += ["", *(f"WARNING: {w}" for w in r["warnings"])] if r["warnings"] else []
     return "\n".join(lines)
 
 
