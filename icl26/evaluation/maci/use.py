@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ClaimFile', 'read_claim_file', 'group_name', 'expected', 'calibrate', 'load_filter', 'apply_filter',
-           'show_calibration', 'show_application', 'Parser', 'build_parser', 'run_calibrate', 'run_apply', 'main']
+           'show_calibration', 'show_application', 'Parser', 'build_parser', 'check_out', 'run_calibrate', 'run_apply',
+           'main']
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #b1b4583d
 import argparse
@@ -160,7 +161,7 @@ def calibrate(
 def load_filter(
     path: str | Path,  # written by `calibrate`
 ) -> tuple[MACI, dict]:  # the estimator, and the file's content
-    "A stored filter. ValueError for a file that is not one."
+    "A stored filter. ValueError for a file that is not one, or that names the first field that is missing or wrong."
     try:
         made = json.loads(Path(path).read_text(encoding="utf-8"))
         ok = made["format"] == "icl26 maci filter" and made["version"] == 1
@@ -168,18 +169,43 @@ def load_filter(
         ok = False
     if not ok:
         raise ValueError(f"{path}: not a filter of `icl26 use maci calibrate`")
+    if wrong := _damage(made):
+        raise ValueError(f"{path}: a damaged filter ({wrong})")
     maci = MACI(**{k: made[k] for k in ("alpha", "rule", "weights", "target_tpr")}, random_state=made["seed"])
-    try:
-        maci.thresholds_ = {r["group"]: float(r["threshold"]) for r in made["groups"]}
-        maci.weights_ = {r["group"]: np.array(r["weights"], float) for r in made["groups"]}
-        maci.sizes_ = {r["group"]: int(r["calibration_documents"]) for r in made["groups"]}
-        maci.grouped_, maci.n_scorers_ = bool(made["grouped"]), int(made["scorers"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path}: a damaged filter ({type(e).__name__}: {e})") from None
-    if any(w.shape != (maci.n_scorers_, )
-           for w in maci.weights_.values()) or any(math.isnan(t) for t in maci.thresholds_.values()):
-        raise ValueError(f"{path}: a damaged filter (weights or thresholds)")
+    maci.thresholds_ = {r["group"]: float(r["threshold"]) for r in made["groups"]}
+    maci.weights_ = {r["group"]: np.array(r["weights"], float) for r in made["groups"]}
+    maci.sizes_ = {r["group"]: r["calibration_documents"] for r in made["groups"]}
+    maci.grouped_, maci.n_scorers_ = made["grouped"], made["scorers"]
     return maci, made
+
+
+def _damage(made: dict) -> str:
+    "The first field of a filter that is missing or holds what `calibrate` does not write, or ''."
+    number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e308
+    whole = lambda least: lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= least
+    share = lambda x: number(x) and 0 < x < 1
+    flag = lambda x: isinstance(x, bool)
+    fields = dict(alpha=share, rule=lambda x: x in ("keep", "drop"), weights=lambda x: x in ("grid", "convex", "mean"),
+                  target_tpr=share, grouped=flag, scorers=whole(1), seed=whole(0),
+                  groups=lambda x: isinstance(x, list) and x and all(isinstance(r, dict) for r in x),
+                  warnings=lambda x: isinstance(x, list) and all(isinstance(w, str) for w in x))
+    per_group = dict(
+        group=lambda x: isinstance(x, (str, int, float)) or x is None,
+        threshold=lambda x: number(x) or x in ("inf", "-inf"),
+        weights=lambda x: isinstance(x, list) and len(x) == made["scorers"] and all(number(w) and w >= 0 for w in x),
+        documents=whole(1), calibration_documents=whole(0), keeps_nothing=flag,
+        coverage_range=lambda x: isinstance(x, list) and len(x) == 2 and all(map(number, x)),
+        expected=lambda x: x is None or isinstance(x, dict))
+    for name, good in fields.items():
+        if name not in made or not good(made[name]):
+            return f"{name}: {made[name]!r:.60}" if name in made else f"{name} is missing"
+    for i, r in enumerate(made["groups"]):
+        for name, good in per_group.items():
+            if name not in r or not good(r[name]):
+                return f"groups[{i}].{name}" + (f": {r[name]!r:.60}" if name in r else " is missing")
+    if len({r["group"] for r in made["groups"]}) < len(made["groups"]):
+        return "groups: one of them is there twice"
+    return ""
 
 
 def apply_filter(
@@ -276,8 +302,16 @@ def build_parser() -> Parser:
     return parser
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #3ceb8f5a
+def check_out(out: str | None, *inputs: str) -> None:
+    "ValueError if the output file is one of the input files."
+    for file in inputs:
+        if out and Path(out).resolve() == Path(file).resolve():
+            raise ValueError(f"--out: {out} is an input file, which would be overwritten; give another name")
+
+
 def run_calibrate(a: argparse.Namespace) -> str:
     "Calibrate, write the filter, and give the report; warnings go to standard error."
+    check_out(a.out, a.file)
     made = calibrate(read_claim_file(a.file, labels=True), alpha=a.alpha, rule=a.rule, weights=a.weights,
                      target_tpr=a.target_tpr, seed=a.seed, repeats=a.repeats)
     write_text(a.out, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
@@ -288,6 +322,7 @@ def run_calibrate(a: argparse.Namespace) -> str:
 
 def run_apply(a: argparse.Namespace) -> str:
     "Apply a filter, write the claims with their verdict, and give the report."
+    check_out(a.out, a.filter, a.file)
     maci, made = load_filter(a.filter)
     if a.seed is not None:
         maci.random_state = a.seed
