@@ -562,7 +562,7 @@ def against(claim):
             ],
         ),
         "lora": dict(parts=[part("1 step", -0.4, p=0.01), part("4 steps", 0.1, p=0.3)]),
-        "prompt": dict(measured=0.2, ci=(0.1, 0.3)),
+        "prompt": dict(parts=[part("difference", 0.2, 0.1, 0.3), part("levels below the ceiling", 4)]),
         "monitor": dict(
             measured=0.5,
             parts=[
@@ -654,7 +654,8 @@ def check_claim(c, parts):
         for p in parts.values():
             assert p["measured"] == p["values"][0] - p["values"][1]
     if c["id"] == "prompt":
-        np.testing.assert_allclose([c["measured"], c["ci_low"], c["ci_high"]], spread(c["values"]), atol=1e-12)
+        p = parts["difference"]
+        np.testing.assert_allclose([p["measured"], p["ci_low"], p["ci_high"]], spread(p["values"]), atol=1e-12)
     if c["id"] == "monitor":
         for label, p in parts.items():
             same(p, clopper_pearson(p["k"], p["n"]), 1000 if "per 1000" in label else 1)
