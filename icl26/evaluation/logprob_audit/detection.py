@@ -88,7 +88,8 @@ def detector_statistics(
     order = np.arange(n_original + n_variant) if order is None else order
     null = _rows(n_original, 2 * n, tests, rng)
     old, new = _rows(n_original, n, tests, rng), n_original + _rows(n_variant, n, tests, rng)
-    return score(order[null[:, :n]], order[null[:, n:]]), score(order[old], order[new])
+    pairs = (order[null[:, :n]], order[null[:, n:]]), (order[old], order[new])
+    return tuple(np.round(score(*pair), 12) for pair in pairs)  # equal up to the order of summation is equal
 
 # %% ../../../nbs/evaluation/logprob_audit/05_detection.ipynb #c3806bb3
 def auc_test(
