@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 
 from icl26.repro import Claim, Results, ResultsError, holds, load_results, recompute, schema, validate
@@ -188,3 +189,43 @@ def test_committed_verdicts_follow_from_the_recorded_values(path):
     assert record["parameters"]["profile"] == "cpu" and not record["incomplete"]
     for claim in record["claims"]:
         assert recompute(claim)[0] == claim["verdict"], claim["id"]
+
+
+@pytest.mark.parametrize("numbers, name", [(dict(ci=(0.9, 0.1)), "ci"), (dict(n=-1), "n"), (dict(pvalue=1.5), "pvalue"),
+                                           (dict(pvalue=-0.1), "pvalue")])
+def test_impossible_numbers_are_refused(numbers, name):
+    claim = Claim("c", higher_is_better=True, **BASE)
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        measurement(claim, measured=0.5, **numbers)
+    with pytest.raises(ValueError, match=f"^{name}: part 'a'"):
+        measurement(claim, parts=[dict(label="a", measured=0.5, **numbers)])
+    assert measurement(claim, measured=0.5, ci=(0.6, 0.7))["verdict"] == "reproduced"  # a shifted interval is no mistake
+
+
+def test_impossible_rules_are_refused():
+    for test, bound in (("within", (0, -0.1)), ("interval_inside", (1, 0)), ("significant_above", (0, 0)),
+                        ("significant_above", (0, 1)), ("significant_below", (0, 5))):
+        with pytest.raises(ValueError, match="^bound: "):
+            holds(test, bound)
+    with pytest.raises(ValueError, match="^parts: "):
+        holds("above", 0, parts=3)
+    with pytest.raises(ValueError, match="^higher_is_better: "):
+        Claim("c", higher_is_better="yes", **BASE)
+    with pytest.raises(ValueError, match="^bound: "):
+        holds("above", True)
+    assert holds("above", np.float32(0.5)).bound == 0.5 and holds("above", np.int64(2)).bound == 2.0
+    rule = (holds("above", b) for b in (0, 1))
+    assert len(Claim("c", reproduced=rule, **BASE).reproduced) == 2
+
+
+@pytest.mark.parametrize("change", [dict(cache={"hits": "many", "builds": 1, "build_s": 1.0}), dict(wall_s=10**400),
+                                    dict(parameters=dict(profile={}, seed=0, device="auto", model=None))],
+                         ids=["cache", "huge", "profile"])
+def test_a_damaged_file_is_a_results_error(change, tmp_path):
+    record = a_run(tmp_path) | change
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    with pytest.raises(ResultsError):
+        load_results(tmp_path / "results.json")
+    (tmp_path / "results.json").write_text("[" * 100_000)
+    with pytest.raises(ResultsError, match="too deeply"):
+        load_results(tmp_path / "results.json")
