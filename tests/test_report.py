@@ -8,6 +8,7 @@ import re
 import pytest
 from browser import Browser, available
 
+from icl26.repro.compare import compare
 from icl26.repro.papers import UsageError
 from icl26.repro.report import report
 
@@ -155,6 +156,29 @@ def test_csv(page):
 def test_no_runs_is_the_users_error(tmp_path):
     with pytest.raises(UsageError, match="no results in this folder"):
         report(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["{}", "[]", "[" * 100_000, '{"paper": "b", "status": "failed", "parameters": 5}',
+    '{"paper": "b", "status": "failed", "parameters": null}', '{"paper": "b", "status": "failed", "wall_s": "x"}'],
+    ids=["empty", "list", "deep", "parameters", "null", "wall_s"])  # fmt: skip
+def test_a_damaged_failure_is_shown_and_kills_nothing(damage, tmp_path):
+    write(tmp_path, "games", "coin", 0, claim("c", "reproduced", 0.4))
+    (tmp_path / "games/bad/cpu-s0").mkdir(parents=True)
+    (tmp_path / "games/bad/cpu-s0/failure.json").write_text(damage)
+    report(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
+    assert [(r["paper"], r["status"]) for r in lines] == [("bad", "invalid"), ("coin", "done")]
+    assert compare(tmp_path, tmp_path) == 0
+
+
+def test_seeds_of_several_kinds_are_ordered(tmp_path):
+    for seed in (10, 2, "x"):
+        (tmp_path / f"games/bad/cpu-s{seed}").mkdir(parents=True)
+        failure = {"area": "games", "paper": "bad", "profile": "cpu", "seed": seed, "status": "failed"}
+        (tmp_path / f"games/bad/cpu-s{seed}/failure.json").write_text(json.dumps(failure))
+    report(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
+    assert {r["seed"] for r in lines} == {"2", "10", "x"}
 
 
 @pytest.fixture(params=[(390, 844), (1280, 900)], ids=["phone", "desk"])

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SEVERITY', 'LIGHT', 'DARK', 'COLOURS', 'LAYOUT', 'TABLES', 'PLOTS', 'CSS', 'JS', 'CLAIMS', 'PAPER', 'RUNS',
-           'FAILURES', 'PAGE', 'COLUMNS', 'Run', 'read_run', 'find_runs', 'Row', 'rows_of', 'finite', 'bounds_of',
-           'parts_of', 'extent', 'strip', 'forest', 'figures_of', 'paper_sections', 'run_line', 'render', 'flat',
-           'to_csv', 'report']
+           'FAILURES', 'PAGE', 'COLUMNS', 'Run', 'load_failure', 'read_run', 'find_runs', 'Row', 'rows_of', 'finite',
+           'bounds_of', 'parts_of', 'extent', 'strip', 'forest', 'figures_of', 'paper_sections', 'run_line', 'render',
+           'flat', 'to_csv', 'report']
 
 # %% ../../nbs/repro/06_report.ipynb #f8445498
 import base64
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .claims import is_number
 from .papers import UsageError, measured, number
 from .results import ResultsError, load_results, write_text
 
@@ -42,13 +43,33 @@ class Run:
         return r.get("area", ""), r.get("paper", ""), p.get("profile", ""), p.get("seed", 0)
 
 
+def load_failure(path: Path) -> dict:
+    "The content of a failure.json. ValueError names the first field that is not what the report needs."
+    failure = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(failure, dict):
+        raise ValueError(f"{path}: an object is needed")
+    for key in ("paper", "status"):
+        if not isinstance(failure.get(key), str):
+            raise ValueError(f"{path}: {key}: a text is needed, got {failure.get(key)!r}"[:300])
+    parameters = failure.get("parameters", failure)
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{path}: parameters: an object is needed, got {parameters!r}"[:300])
+    for key, part in (("area", failure), ("profile", parameters)):
+        if not isinstance(part.get(key, ""), str):
+            raise ValueError(f"{path}: {key}: a text is needed, got {part[key]!r}"[:300])
+    for key in ("wall_s", "peak_rss_mb", "threads"):
+        if failure.get(key) is not None and not is_number(failure[key]):
+            raise ValueError(f"{path}: {key}: a finite number is needed, got {failure[key]!r}"[:300])
+    return failure
+
+
 def read_run(folder: Path, top: Path) -> Run:
     "The run in a folder."
     try:
         if (folder / "results.json").exists():
             return Run(folder, record=load_results(folder / "results.json"))
-        return Run(folder, failure=dict(json.loads((folder / "failure.json").read_text(encoding="utf-8"))))
-    except (ResultsError, OSError, ValueError, TypeError) as e:
+        return Run(folder, failure=load_failure(folder / "failure.json"))
+    except (ResultsError, OSError, ValueError, RecursionError) as e:
         parts = (*folder.relative_to(top).parts, "", "")
         return Run(
             folder,
@@ -72,7 +93,7 @@ def find_runs(
         raise UsageError(f"{top}: there are no results in this folder")
     return sorted(
         (read_run(f, top) for f in folders),
-        key=lambda run: tuple(map(str, run.about[:3])) + (run.about[3], str(run.folder)),
+        key=lambda run: (*map(str, run.about[:3]), str(run.about[3]).rjust(20), str(run.folder)),
     )
 
 # %% ../../nbs/repro/06_report.ipynb #c5effabe
