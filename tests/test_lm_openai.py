@@ -340,3 +340,29 @@ def test_the_key_is_in_no_file_and_no_log(server, key, tmp_path):
     for text in [done.stdout, done.stderr, *(p.read_bytes().decode(errors="replace") for p in files)]:
         assert key not in text
         assert key[8:] not in text
+
+
+TOP = lambda *top: {"choices": [{"message": {"content": "a"}, "logprobs": {"content": [{"top_logprobs": list(top)}]}}]}
+
+
+@pytest.mark.parametrize("answer, field", [
+    ({"choices": [None]}, "choices[0]"), ({"choices": [{"message": 5}]}, "choices[0].message"),
+    ({"choices": [{"message": {"content": 5}}]}, "content"), ({"choices": [{"logprobs": "x"}]}, "logprobs"),
+    ({"choices": [{"logprobs": {"content": ["x"]}}]}, "logprobs.content[0]"), (TOP(1, 2), "top_logprobs[0]"),
+    (TOP({"logprob": -1}), "token"), (TOP({"token": None, "logprob": -1}), "token"), (TOP({"token": "a"}), "logprob"),
+    (TOP({"token": "a", "logprob": "x"}), "logprob"), ({"choices": [{"text": "a"}], "usage": [1]}, "usage"),
+    ({"choices": [{"text": "a"}], "usage": {"prompt_tokens": "many"}}, "usage.prompt_tokens"),
+])  # fmt: skip
+def test_an_answer_of_the_wrong_shape_names_the_field(server, answer, field):
+    server.reply = in_turn((200, answer, {}))
+    with pytest.raises(ServerError) as e:
+        OpenAILM("m", server.url, max_retries=0).top_logprobs(["q"])
+    assert "malformed answer" in str(e.value) and f"{field}: " in str(e.value)
+
+
+@pytest.mark.parametrize("logprobs, field", [({"top_logprobs": [3]}, "top_logprobs[0]"), ({"top_logprobs": [{"a": None}]}, "'a'")])
+def test_a_completion_of_the_wrong_shape_names_the_field(server, logprobs, field):
+    server.reply = in_turn((200, {"choices": [{"text": "a", "logprobs": logprobs}]}, {}))
+    with pytest.raises(ServerError) as e:
+        OpenAILM("m", server.url, endpoint="completions", max_retries=0).top_logprobs(["q"])
+    assert field in str(e.value)
