@@ -92,15 +92,15 @@ def chosen(name: str, value: object, choices: Iterable) -> object:
 
 
 def positive(name: str, value: object, kind: type = float) -> object:
-    "`value` as a number above 0, None stays None. UsageError otherwise."
+    "`value` as a finite number above 0, None stays None. UsageError otherwise."
     if value is None:
         return None
     try:
         x = kind(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         x = -1
-    if isinstance(value, bool) or not x > 0:
-        raise UsageError(f"{name}: a {'whole ' if kind is int else ''}number above 0, got {value!r}")
+    if isinstance(value, bool) or not 0 < x < float("inf"):
+        raise UsageError(f"{name}: a {'whole' if kind is int else 'finite'} number above 0, got {value!r}")
     return x
 
 
