@@ -22,15 +22,15 @@ from .repro.papers import Paper, UsageError, find_paper, find_papers, results_fo
 def outcome(
     paper: Paper,
 ) -> dict[str, int]:
-    "How many claims of the committed run had which verdict; {} if there is none. UsageError for a file that is not JSON."
+    "How many claims of the committed run had which verdict; {} if there is none. UsageError for damaged results."
     path = results_folder() / paper.area / paper.slug / "results.json"
     try:
         claims = json.loads(path.read_text(encoding="utf-8"))["claims"]
+        counts = {v: sum(c["verdict"] == v for c in claims) for v in VERDICTS}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError) as e:
-        raise UsageError(f"{path}: damaged ({type(e).__name__}: {e})") from e
-    counts = {v: sum(c["verdict"] == v for c in claims) for v in VERDICTS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise UsageError(f"{path}: damaged results ({type(e).__name__}: {e})") from e
     return {v: n for v, n in counts.items() if n}
 
 
