@@ -260,7 +260,9 @@ def sample_tokens(
     top_p: float = 1.0,  # nucleus mass
 ) -> list[int]:  # A tokens
     "One token a row, each from the row's own stream."
-    logprobs = nucleus((logits.float() / temperature).log_softmax(-1), top_p)
+    logits = logits.float()
+    logits = logits - logits.amax(-1, keepdim=True)  # the likeliest stays at 0, however small the temperature
+    logprobs = nucleus((logits / max(temperature, 1e-30)).log_softmax(-1), top_p)
     noise = torch.empty(logits.shape, dtype=torch.float32)  # log of standard exponentials
     for row, stream in zip(noise, streams, strict=True):
         row.copy_(torch.rand(len(row), generator=stream, dtype=torch.float64).log_().neg_()).log_()
