@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['THREADS', 'LAUNCH', 'OUT_OF_MEMORY', 'Job', 'declared', 'check_declared', 'lacking', 'check_extras', 'visible_gpus',
-           'take_gpu', 'kernel_env', 'short_folder', 'kernel_class', 'end_process', 'end_processes', 'end_run', 'Watch',
-           'plain_text', 'death', 'explained', 'execute', 'last_cell', 'checked', 'echoed_otherwise', 'publish',
-           'outcome', 'write_failure', 'settle', 'refusal', 'attempt', 'run_one', 'start_worker']
+           'take_gpu', 'kernel_env', 'short_folder', 'kernel_class', 'end_process', 'end_processes', 'end_run',
+           'adopt_orphans', 'children', 'psutil_wait', 'Watch', 'plain_text', 'death', 'explained', 'execute',
+           'last_cell', 'checked', 'echoed_otherwise', 'publish', 'outcome', 'write_failure', 'settle', 'refusal',
+           'attempt', 'run_one', 'start_worker']
 
 # %% ../../nbs/repro/04_job.ipynb #4287f4c3
 import ast
+import ctypes
 import json
 import logging
 import os
@@ -236,6 +238,26 @@ def end_run(run: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/repro/04_job.ipynb #23eb40dc
+def adopt_orphans() -> None:
+    "On Linux, make this process the parent of programs whose own parent ends, so that none of a notebook's gets out of sight."
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def children() -> set:
+    "The processes below this one."
+    import psutil
+
+    return set(psutil.Process().children(recursive=True))
+
+
+def psutil_wait(processes: set, seconds: float = 2) -> None:
+    "Give ended children a moment, and take their exit codes so that none stays as a zombie."
+    import psutil
+
+    psutil.wait_procs(processes, timeout=seconds)
+
+
 class Watch(threading.Thread):
     "Ends the kernel of `job` at its limits; afterwards `reason` says which, as (status, text)."
 
@@ -243,6 +265,8 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.job, self.kernel, self.deadline = job, kernel, deadline
         self.over, self.reason, self.seen, self.peak = threading.Event(), None, set(), 0
+        adopt_orphans()
+        self.before = children()
 
     def look(self) -> None:
         "Remember the kernel and what it has started; note the largest resident memory of them together."
@@ -284,7 +308,10 @@ class Watch(threading.Thread):
         self.look()
         self.over.set()
         self.join()
+        orphans = children() - self.before  # started so late, or so apart, that no look saw them
+        self.seen |= orphans
         self.end()
+        psutil_wait(orphans)
 
 # %% ../../nbs/repro/04_job.ipynb #383d4e98
 OUT_OF_MEMORY = ("MemoryError", "can't allocate memory", "CUDA out of memory", "Cannot allocate memory")
