@@ -11,7 +11,9 @@ __all__ = ['Interval', 'bootstrap_ci', 't_interval', 'mean_interval', 'paired_di
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
+from types import SimpleNamespace
 
 import numpy as np
 import scipy.stats
@@ -36,10 +38,19 @@ class Interval:
         return f"{self.estimate:.4g} [{self.low:.4g}, {self.high:.4g}] ({self.level:.0%}, n={self.n}, {self.method})"
 
 # %% ../nbs/00_stats.ipynb #343e909c
+def _float64(x, name: str) -> np.ndarray:
+    "`x` as float64. TypeError for text, dates and complex numbers, ValueError for integers beyond float64."
+    try:
+        x = np.asarray(x)
+        if x.dtype.kind in "biufO": return x.astype(np.float64, copy=False)
+    except OverflowError as e: raise ValueError(f"{name} must be finite: {e}") from None
+    except (TypeError, ValueError) as e: raise TypeError(f"{name} must be an array of numbers: {e}") from None
+    raise TypeError(f"{name} must be an array of numbers, got the dtype {x.dtype}")
+
+
 def _array(x, name: str, *, ndim: tuple = (1,), least: int = 2) -> np.ndarray:
     "`x` as finite float64 with an allowed number of axes and at least `least` entries along the first."
-    try: x = np.asarray(x, dtype=np.float64)
-    except (TypeError, ValueError) as e: raise TypeError(f"{name} must be an array of numbers: {e}") from None
+    x = _float64(x, name)
     if x.ndim not in ndim:
         raise ValueError(f"{name} must have {' or '.join(map(str, ndim))} axes, got the shape {x.shape}")
     if x.shape[0] < least: raise ValueError(f"{name} must hold at least {least} values, got {x.shape[0]}")
@@ -54,13 +65,37 @@ def _choice(value, name: str, allowed: tuple):
 
 
 def _level(level: float) -> float:
-    if not 0 < level < 1: raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}")
+    if isinstance(level, bool) or not isinstance(level, Real): raise TypeError(f"level must be a number, got {level!r}")
+    if not (level > 0 and (1 + level) / 2 < 1):  # the upper quantile of a level next to 1 rounds to 1
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}")
     return float(level)
 
 
 def _positive_int(value, name: str) -> int:
-    if value != int(value) or value < 1: raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, Real): raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 1 <= value < math.inf or value != int(value):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
+
+
+def _rng(seed) -> np.random.Generator:
+    try: return np.random.default_rng(seed)
+    except (TypeError, ValueError) as e:
+        raise type(e)(f"seed must be a whole number of at least 0 or a Generator, got {seed!r}") from None
+
+# %% ../nbs/00_stats.ipynb #57975898
+def _unit(*arrays: np.ndarray) -> float:
+    "A power of two near the largest magnitude if that is below 1e-60 or above 1e60, else 1."
+    top = max(float(np.abs(x).max()) for x in arrays)
+    return 1.0 if top == 0 or 1e-60 <= top <= 1e60 else 2.0 ** (math.frexp(top)[1] - 1)
+
+
+def _from_unit(interval: Interval, unit: float) -> Interval:
+    "The interval of values that were divided by `unit`. ValueError if an end does not fit into float64."
+    if unit == 1: return interval
+    with np.errstate(over="ignore"): fields = [np.float64(unit) * v for v in (interval.estimate, interval.low, interval.high)]
+    if not np.isfinite(fields).all(): raise ValueError("the interval leaves float64; give the values in a larger unit")
+    return replace(interval, **dict(zip(("estimate", "low", "high"), (v.item() if v.ndim == 0 else v for v in fields))))
 
 # %% ../nbs/00_stats.ipynb #a01d1791
 class _Units:
@@ -70,7 +105,8 @@ class _Units:
         groups = np.asarray(groups)
         if groups.shape != (n,):
             raise ValueError(f"groups must hold one label per value: {n} values, but the shape {groups.shape}")
-        label = np.unique(groups, return_inverse=True)[1]
+        try: label = np.unique(groups, return_inverse=True)[1]
+        except TypeError: raise TypeError("groups must hold labels of one kind: all numbers, or all text") from None
         self.sizes, self.order = np.bincount(label), np.argsort(label, kind="stable")
         self.starts, self.n = np.cumsum(self.sizes) - self.sizes, len(self.sizes)
         if self.n < 2: raise ValueError("groups must name at least two groups: one group says nothing about others")
@@ -96,27 +132,45 @@ class _Units:
 _BATCH = 4_000_000  # numbers held at once while resampling: 32 MB
 
 
+def _resample(data: tuple, statistic: Callable, batch: int, seed, **how) -> tuple[np.ndarray, np.ndarray, Callable]:
+    "The estimate (...), the B resampled ones (..., B), and the ends of the interval by method and unit."
+    def fit(f, **kw):
+        with warnings.catch_warnings(), np.errstate(all="ignore"):  # what goes wrong is found below, in the results
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return scipy.stats.bootstrap(data, f, axis=-1, vectorized=True, batch=batch, **kw)
+
+    drawn = fit(statistic, method="percentile", rng=seed, **how).bootstrap_distribution
+    with np.errstate(all="ignore"): estimate = np.asarray(statistic(*data, axis=-1), dtype=np.float64)
+    if lost := int((~np.isfinite(drawn)).sum() + (~np.isfinite(estimate)).sum()):
+        raise ValueError(f"statistic must be finite on the data and on every resample, got {lost} NaN or infinite results; "
+                         "if it overflows, give the values in a larger unit")
+
+    def ends(method, unit):
+        known = SimpleNamespace(bootstrap_distribution=drawn / unit)
+        return fit(lambda *d, axis: np.asarray(statistic(*d, axis=axis)) / unit, method=method, bootstrap_result=known,
+                   **how | dict(n_resamples=0)).confidence_interval
+
+    return estimate, drawn, ends
+
+
 def _bootstrap(data: tuple, statistic: Callable, *, level, n_resamples, method, seed, width: int, n: int) -> Interval:
     "SciPy's bootstrap of `statistic(*data, axis=-1)` in batches of `width` numbers a resample, never NaN."
     level, n_resamples = _level(level), _positive_int(n_resamples, "n_resamples")
     _choice(method, "method", ("bca", "percentile", "basic"))
-    fit = lambda **kw: scipy.stats.bootstrap(data, statistic, confidence_level=level, axis=-1, vectorized=True,
-                                             batch=max(1, min(n_resamples, _BATCH // max(width, 1))), **kw)
-    plain = fit(n_resamples=n_resamples, method="percentile", rng=np.random.default_rng(seed))
-    estimate = np.asarray(statistic(*data, axis=-1), dtype=np.float64)
-    drawn = plain.bootstrap_distribution
+    batch = max(1, min(n_resamples, _BATCH // max(width, 1)))
+    estimate, drawn, ends = _resample(data, statistic, batch, _rng(seed), confidence_level=level, n_resamples=n_resamples)
+    unit, name = _unit(estimate, drawn), method
+    estimate, drawn, found = estimate / unit, drawn / unit, ends("percentile", unit)
     constant = np.ptp(drawn, axis=-1) <= 1e-12 * np.abs(drawn).max(axis=-1)  # up to rounding
-    ends, name = plain.confidence_interval, method
     if method != "percentile" and not constant.all():
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)
-            wanted = fit(n_resamples=0, method=method, bootstrap_result=plain).confidence_interval
+        wanted = ends(method, unit)
         undefined = np.isnan(wanted.low) | np.isnan(wanted.high)
-        ends = [np.where(undefined, p, w) for p, w in zip(plain.confidence_interval, wanted)]
+        found = [np.where(undefined, p, w) for p, w in zip(found, wanted)]
         if (undefined & ~constant).any(): name = "percentile" if undefined.all() else f"{method} or percentile"
-    low, high = (np.where(constant, estimate, end) for end in ends)
+    low, high = (np.where(constant, estimate, end) for end in found)
     if constant.all(): name = f"{method}, all resamples equal"
-    return Interval(*(x.item() if x.ndim == 0 else x for x in (estimate, low, high)), level, n, name)
+    fields = (x.item() if x.ndim == 0 else x for x in (estimate, low, high))
+    return _from_unit(Interval(*fields, level, n, name), unit)
 
 # %% ../nbs/00_stats.ipynb #e1f659ee
 def _per_resample(result, n: int) -> np.ndarray:
@@ -138,17 +192,19 @@ def bootstrap_ci(values,  # (n,) numbers, or (n, d) rows that are resampled toge
 
     `Interval.n` counts what was resampled. A statistic that returns several numbers a resample gives arrays. Time grows
     with n * n_resamples, for BCa also with n * n (it leaves out each unit in turn).
-    ValueError: fewer than two values or groups, values that are not finite, an unknown method, a level outside (0, 1).
+    ValueError: fewer than two values or groups, values or results of the statistic that are not finite, an unknown
+    method, a level outside (0, 1). Resamples that differ by less than 1e-12 of their size count as equal.
     """
     values = _array(values, "values", ndim=(1, 2))
-    units = _Units(len(values), groups)
+    units, unit = _Units(len(values), groups), _unit(values) if statistic is np.mean else 1.0
+    values = values / unit
 
     def on_units(drawn, axis):  # (units,) or (B, units) -> (...) or (..., B), as SciPy wants it
         out = units.evaluate(lambda at: _per_resample(statistic(values[at], axis=1), len(at)), np.atleast_2d(drawn))
         return out[0] if drawn.ndim == 1 else np.moveaxis(out, 0, -1)
 
-    return _bootstrap((np.arange(units.n),), on_units, level=level, n_resamples=n_resamples, method=method, seed=seed,
-                      width=values.size, n=units.n)
+    return _from_unit(_bootstrap((np.arange(units.n),), on_units, level=level, n_resamples=n_resamples, method=method,
+                                 seed=seed, width=values.size, n=units.n), unit)
 
 # %% ../nbs/00_stats.ipynb #fc87abd4
 def t_interval(values,  # (n,) numbers, n >= 2
@@ -156,11 +212,12 @@ def t_interval(values,  # (n,) numbers, n >= 2
                level: float = 0.95,  # nominal coverage
                ) -> Interval:
     "Student's t interval of a mean. ValueError: fewer than two values, or values that are not finite."
-    values = _array(values, "values")
+    values, level = _array(values, "values"), _level(level)
+    values = values / (unit := _unit(values))
     n, mean = len(values), float(values.mean())
     sd = values.std(ddof=1) if np.ptp(values) else 0.0  # equal values: no rounding noise
-    half = scipy.stats.t.ppf((1 + _level(level)) / 2, n - 1) * sd / math.sqrt(n)
-    return Interval(mean, float(mean - half), float(mean + half), level, n, "t")
+    half = scipy.stats.t.ppf((1 + level) / 2, n - 1) * sd / math.sqrt(n)
+    return _from_unit(Interval(mean, float(mean - half), float(mean + half), level, n, "t"), unit)
 
 
 def mean_interval(values,  # (n,) numbers, n >= 2: one per seed or item
@@ -182,14 +239,16 @@ def paired_difference(a,  # (n,) results of one method, one per seed or item
     "Interval of mean(a - b), by the rule of `mean_interval`. ValueError: unequal lengths, or as there."
     a, b = _array(a, "a"), _array(b, "b")
     if len(a) != len(b): raise ValueError(f"a and b must be paired, got {len(a)} and {len(b)} values")
-    return mean_interval(a - b, level=level, seed=seed)
+    unit = _unit(a, b)
+    return _from_unit(mean_interval(a / unit - b / unit, level=level, seed=seed), unit)
 
 # %% ../nbs/00_stats.ipynb #294467d7
 def _counts(k, n) -> tuple[np.ndarray, np.ndarray]:
-    "k and n as broadcast float64 whole numbers with 0 <= k <= n and n >= 1."
-    try: k, n = np.broadcast_arrays(np.asarray(k, dtype=np.float64), np.asarray(n, dtype=np.float64))
+    "k and n as broadcast float64 whole numbers with 0 <= k <= n and 1 <= n <= 2**53, where float64 has them all."
+    try: k, n = np.broadcast_arrays(_float64(k, "k"), _float64(n, "n"))
     except (TypeError, ValueError) as e: raise ValueError(f"k and n must be numbers that broadcast: {e}") from None
-    if not ((n >= 1) & (n == np.floor(n))).all(): raise ValueError(f"n must be whole numbers of at least 1, got {n}")
+    if not ((n >= 1) & (n <= 2**53) & (n == np.floor(n))).all():
+        raise ValueError(f"n must be whole numbers of at least 1 and at most 2**53, got {n}")
     if not ((k >= 0) & (k <= n) & (k == np.floor(k))).all():
         raise ValueError(f"k must be whole numbers from 0 to n, got k={k}, n={n}")
     return k, n
@@ -206,7 +265,10 @@ def wilson(k,  # number of events; arrays broadcast
            *,
            level: float = 0.95,  # nominal coverage
            ) -> Interval:
-    "Wilson's score interval of a rate k/n; for arrays the fields are arrays. ValueError: not 0 <= k <= n, or n < 1."
+    """Wilson's score interval of a rate k/n; for arrays the fields are arrays.
+
+    ValueError: not 0 <= k <= n, or n below 1 or above 2**53.
+    """
     k, n = _counts(k, n)
     z = scipy.stats.norm.ppf((1 + _level(level)) / 2)
     p, width = k / n, 1 + z**2 / n
@@ -221,7 +283,10 @@ def clopper_pearson(k,  # number of events; arrays broadcast
                     level: float = 0.95,  # coverage that is guaranteed
                     side: str = "two",  # "two", or a one-sided bound: "lower" (high is 1), "upper" (low is 0)
                     ) -> Interval:
-    "Clopper and Pearson's exact interval of a rate k/n. ValueError: not 0 <= k <= n, n < 1, or an unknown side."
+    """Clopper and Pearson's exact interval of a rate k/n.
+
+    ValueError: not 0 <= k <= n, n below 1 or above 2**53, or an unknown side.
+    """
     k, n = _counts(k, n)
     _choice(side, "side", ("two", "lower", "upper"))
     tail = (1 - _level(level)) / (2 if side == "two" else 1)
@@ -236,14 +301,20 @@ def permutation_pvalue(observed: float,  # the statistic on the data as they are
                        side: str = "greater",  # "greater", "less", or "two": twice the smaller one
                        plus_one: bool = True,  # count the observed labelling among the shuffles
                        ) -> float:
-    """Share of shuffles at least as extreme as the data.
+    """Share of shuffles at least as extreme as the data; within 1e-12 (times |observed| if that is above 1) is a tie.
 
     ValueError: NaN in either argument, an unknown side, or no shuffles with `plus_one=False`.
     """
-    permuted = np.asarray(permuted, dtype=np.float64).ravel()
-    if math.isnan(observed) or np.isnan(permuted).any(): raise ValueError("observed and permuted must not hold NaN")
+    return _share(observed, permuted, side, plus_one, 1.0)
+
+
+def _share(observed, permuted, side: str, plus_one: bool, size: float) -> float:
+    "The p-value; statistics within 1e-12 of `size` or |observed| count as ties."
+    observed, permuted = _float64(observed, "observed"), _float64(permuted, "permuted").ravel()
+    if observed.ndim: raise ValueError(f"observed must be one number, got the shape {observed.shape}")
+    if np.isnan(observed) or np.isnan(permuted).any(): raise ValueError("observed and permuted must not hold NaN")
     if not len(permuted) and not plus_one: raise ValueError("permuted must hold at least one value, got none")
-    slack = 1e-12 * max(1.0, abs(observed))
+    slack = 1e-12 * max(size, abs(observed)) if np.isfinite(observed) else 0.0
     count = {"greater": (permuted >= observed - slack).sum(), "less": (permuted <= observed + slack).sum()}
     share = {name: (c + plus_one) / (len(permuted) + plus_one) for name, c in count.items()}
     if _choice(side, "side", ("greater", "less", "two")) == "two": return float(min(1.0, 2 * min(share.values())))
@@ -267,18 +338,29 @@ def permutation_test(a,  # (n,) first sample
                      side: str = "two",  # "greater", "less" or "two"
                      seed: int | np.random.Generator = 0,  # of the shuffles
                      ) -> tuple[float, float]:  # the statistic, its p-value
-    "Two-sample permutation test. ValueError: unpaired lengths with `paired`, values not finite, an unknown side."
+    """Two-sample permutation test; statistics that differ by less than 1e-12 of their size or the data's are ties.
+
+    ValueError: unpaired lengths with `paired`, values or statistics not finite, an unknown side.
+    """
     a, b = _array(a, "a", least=1 + paired), _array(b, "b", least=1 + paired)
     n_permutations = _positive_int(n_permutations, "n_permutations")
     _choice(side, "side", ("greater", "less", "two"))
     if paired and len(a) != len(b): raise ValueError(f"a and b must be paired, got {len(a)} and {len(b)} values")
     every = 2 ** len(a) if paired else math.comb(len(a) + len(b), len(a))
     batch = max(1, min(n_permutations, _BATCH // (len(a) + len(b))))
-    fit = scipy.stats.permutation_test((a, b), statistic, permutation_type="samples" if paired else "independent",
-                                       vectorized=True, n_resamples=n_permutations, batch=batch, axis=-1,
-                                       rng=np.random.default_rng(seed))
+    unit = _unit(a, b) if statistic is mean_difference else 1.0
+    a, b = a / unit, b / unit
+    with np.errstate(all="ignore"):
+        fit = scipy.stats.permutation_test((a, b), statistic, permutation_type="samples" if paired else "independent",
+                                           vectorized=True, n_resamples=n_permutations, batch=batch, axis=-1,
+                                           rng=_rng(seed))
+        observed, null = float(fit.statistic), fit.null_distribution
+        if not np.isfinite([observed * unit, *null]).all():
+            raise ValueError("statistic must be finite on the data and on every shuffle; "
+                             "if it overflows, give the values in a larger unit")
     exact = n_permutations >= every  # then SciPy's null distribution holds the observed labelling already
-    return float(fit.statistic), permutation_pvalue(fit.statistic, fit.null_distribution, side=side, plus_one=not exact)
+    size = min(1.0, max(np.abs(x).max() for x in (a, b, null)))
+    return observed * unit, _share(observed, null, side, not exact, size)
 
 # %% ../nbs/00_stats.ipynb #5118fa49
 def holm(pvalues,  # (m,) p-values
@@ -299,7 +381,8 @@ def _scores(x, name: str) -> np.ndarray:
 def iqm(scores,  # (runs, tasks), or (n,) values
         ) -> float:
     "Interquartile mean of all entries: 25 % are cut from each end. ValueError: fewer than two runs, or not finite."
-    return float(scipy.stats.trim_mean(_scores(scores, "scores"), 0.25, axis=None))
+    scores = _scores(scores, "scores")
+    return float(scipy.stats.trim_mean(scores / (unit := _unit(scores)), 0.25, axis=None)) * unit
 
 
 def iqm_interval(scores,  # (runs, tasks), or (runs,) of one task
@@ -310,13 +393,14 @@ def iqm_interval(scores,  # (runs, tasks), or (runs,) of one task
                  ) -> Interval:
     "Percentile interval of `iqm` by the stratified bootstrap over runs. Errors as there."
     scores = _scores(scores, "scores")
+    scores = scores / (unit := _unit(scores))
 
     def statistic(*columns, axis):  # each (runs,) or (B, runs)
         together = np.concatenate(columns, axis=-1)
         return scipy.stats.trim_mean(together, 0.25, axis=-1)
 
-    return _bootstrap(tuple(scores.T), statistic, level=level, n_resamples=n_resamples, method="percentile", seed=seed,
-                      width=scores.size, n=len(scores))
+    return _from_unit(_bootstrap(tuple(scores.T), statistic, level=level, n_resamples=n_resamples, method="percentile",
+                                 seed=seed, width=scores.size, n=len(scores)), unit)
 
 # %% ../nbs/00_stats.ipynb #bf2f5836
 def _improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -375,7 +459,7 @@ def loglog_slope(x,  # (n,) positive, at least two different values
     if y.shape[-1] != len(x): raise ValueError(f"y must hold one value per x: {len(x)} in x, {y.shape[-1]} in y")
     for name, values in ("x", x), ("y", y):
         if (values <= 0).any(): raise ValueError(f"{name} must be positive: other values have no logarithm")
-    if np.ptp(x) == 0: raise ValueError("x must hold at least two different values")
+    if np.ptp(np.log(x)) == 0: raise ValueError("x must hold at least two different values")
     centred = np.log(x) - np.log(x).mean()
     slope = lambda curves: np.log(curves) @ centred / (centred @ centred)  # (..., n) -> (...)
     if y.ndim == 2:

@@ -301,3 +301,86 @@ def test_results_are_plain_numbers():
     (lambda: roc_auc([[1]], [1]), "negative")])
 def test_errors_name_the_argument(call, name):
     with pytest.raises(ValueError, match=name): call()
+
+
+# extreme magnitudes -------------------------------------------------------------------------------------------------
+
+FAR = [2.0**1000, 2.0**-1000, 2.0**700, 2.0**-700]  # powers of two: every result has to scale to the last bit
+
+
+@pytest.mark.parametrize("unit", FAR)
+@pytest.mark.parametrize("call", [
+    t_interval, mean_interval, bootstrap_ci, iqm_interval, lambda x: bootstrap_ci(x, np.median),
+    lambda x: bootstrap_ci(x, method="basic"), lambda x: bootstrap_ci(x, groups=np.arange(len(x)) // 2),
+    lambda x: paired_difference(x, x[::-1]), lambda x: mean_interval(x[:4])])
+def test_values_at_the_ends_of_float64(call, unit):
+    "Squares and cubes of these values leave float64; intervals of means and quantiles do not."
+    with warnings.catch_warnings(), np.errstate(over="raise", invalid="raise", divide="raise"):
+        warnings.simplefilter("error")
+        near, far = call(DATA), call(DATA * unit)
+    assert (far.estimate, far.low, far.high) == (near.estimate * unit, near.low * unit, near.high * unit)
+    assert far.method == near.method and far.low < far.high
+
+
+@pytest.mark.parametrize("unit", FAR + [1e-15])
+def test_permutation_tests_of_extreme_values(unit):
+    "Tiny differences are no ties where the data are tiny, and huge ones do not overflow."
+    a, b = DATA[:6], DATA[6:12] + 1
+    for how in dict(), dict(paired=True), dict(n_permutations=99):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (t, p), (t_far, p_far) = permutation_test(a, b, **how), permutation_test(a * unit, b * unit, **how)
+        assert p_far == p < 0.5 and t_far == pytest.approx(t * unit, rel=1e-12)
+    assert iqm(DATA * unit) == pytest.approx(iqm(DATA) * unit, rel=1e-12)
+    assert permutation_test(np.full(5, 0.1 * unit), np.full(5, 0.1 * unit))[1] == 1  # rounding is still a tie
+    inf = math.inf
+    assert permutation_pvalue(inf, [1, inf]) == 2 / 3 and permutation_pvalue(-inf, [1, -inf], side="less") == 2 / 3
+
+
+def test_large_counts():
+    "At 2**53 trials the exact interval of three events is Poisson's; of half of them, the normal one."
+    n = 2**53
+    for k, low, high in (3, *scipy.stats.chi2.ppf([0.025, 0.975], [6, 8]) / 2 / n), (n // 2, *(0.5 + s * 0.98 / n**0.5 for s in (-1, 1))):
+        i = clopper_pearson(k, n)
+        np.testing.assert_allclose([i.low, i.high], [low, high], rtol=1e-9)
+        w = wilson(k, n)
+        assert w.low < k / n < w.high and w.n == i.n == n
+    assert wilson(0, n).low == 0 and wilson(n, n).high == 1 and clopper_pearson(0, n).low == 0
+
+
+@pytest.mark.parametrize("call, name", [
+    (lambda: wilson(10**17, 10**17 + 1), "n must.*2\\*\\*53"), (lambda: clopper_pearson(0, 1e17), "n must.*2\\*\\*53"),
+    (lambda: wilson(1, 2**63), "n must"), (lambda: wilson(10**400, 10**401), "k and n"), (lambda: wilson(1, math.inf), "n must"),
+    (lambda: t_interval([10**400, 1]), "values"), (lambda: t_interval([1.7e308, -1.7e308, 1e308]), "float64"),
+    (lambda: paired_difference([1.7e308] * 3, [-1.7e308] * 3), "float64"),
+    (lambda: bootstrap_ci([1e308] * 8, np.sum), "statistic must be finite"),
+    (lambda: bootstrap_ci([1, 2, 3, 4], lambda x, axis: np.where(x.std(axis=1) > 0, 1, np.nan)), "statistic must be finite"),
+    (lambda: permutation_test([1.7e308] * 3, [-1.7e308] * 3), "statistic must be finite"),
+    (lambda: permutation_test([1, 2], [3, 4], lambda a, b, axis: a.sum(axis) * np.nan), "statistic must be finite"),
+    (lambda: loglog_slope([1e300, math.nextafter(1e300, 2e300), 1e300], [1, 2, 3]), "x must"),
+    (lambda: loglog_slope([1, 2, 4], [[1e300, 1e308, 1.7e308]] * 2, statistic=np.mean), "statistic must be finite"),
+    (lambda: bootstrap_ci(DATA, level=1 - 1e-16), "level"), (lambda: wilson(3, 9, level=math.nan), "level"),
+    (lambda: bootstrap_ci(DATA, n_resamples=math.inf), "n_resamples"), (lambda: bootstrap_ci(DATA, n_resamples=math.nan), "n_resamples"),
+    (lambda: bootstrap_ci(DATA, seed=-1), "seed"), (lambda: permutation_pvalue([1, 2], [1]), "observed")])
+def test_what_has_no_value_is_refused(call, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=name): call()
+
+
+@pytest.mark.parametrize("call, name", [
+    (lambda: t_interval(["1", "2"]), "values"), (lambda: t_interval([1j, 2]), "values"), (lambda: roc_auc(["a"], [1]), "negative"),
+    (lambda: t_interval(np.array(["2020", "2021"], "datetime64[Y]")), "values"),
+    (lambda: wilson(3, 9, level="0.95"), "level"), (lambda: wilson(3, 9, level=True), "level"), (lambda: t_interval(DATA, level=None), "level"),
+    (lambda: bootstrap_ci(DATA, n_resamples="99"), "n_resamples"), (lambda: bootstrap_ci(DATA, n_resamples=True), "n_resamples"),
+    (lambda: bootstrap_ci(DATA[:4], groups=[None, "a", 1, 2]), "groups"), (lambda: bootstrap_ci(DATA, seed="a"), "seed"),
+    (lambda: permutation_pvalue("a", [1]), "observed")])
+def test_odd_types_are_named(call, name):
+    with pytest.raises(TypeError, match=name): call()
+
+
+def test_one_resample_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        i = bootstrap_ci(DATA, n_resamples=1)
+    assert i.low <= i.high
