@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 # %% ../nbs/02_sandbox.ipynb #bef623e6
@@ -34,11 +35,14 @@ class Limits:
     def __post_init__(self):
         for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "output_kb"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-            if not (0 < value < math.inf): raise ValueError(f"{name} must be positive and finite, got {value!r}")
+            if not 0 < value < math.inf: raise ValueError(f"{name} must be positive and finite, got {value!r}")
+            if value > 1e9: raise ValueError(f"{name} must be at most 1e9, got {value!r}")  # the kernel's fields end
             if name != "wall_s" and value != int(value):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if not isinstance(self.network, bool):  # a text such as "no" would open it
+            raise TypeError(f"network must be True or False, got {self.network!r}")
 
 # %% ../nbs/02_sandbox.ipynb #469dc0c0
 @dataclass
@@ -112,13 +116,13 @@ if child:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(wall + 2)                                     # in case nobody is left to end us
-    tell("started\n")
     while True:
         pid, ended, used = os.wait4(-1, 0)
         if pid == child: break
     if not alone and os.path.isdir("/proc/self"): sweep()
     tell(f"{os.waitstatus_to_exitcode(ended)} {used.ru_utime + used.ru_stime}\n")
     os._exit(0)
+tell("started\n")                                              # by the child, before the program can end its parent
 os.close(status)
 lower(resource.RLIMIT_CORE, 0)
 lower(resource.RLIMIT_NOFILE, descriptors)
@@ -193,7 +197,7 @@ class _Streams:
         too_late = "wall"
         while self.selector.get_map():
             if (left := deadline - time.monotonic()) <= 0: return too_late
-            for key, _ in self.selector.select(left):
+            for key, _ in self.selector.select(min(left, 3600)):  # the system call takes no more than some weeks
                 chunk = os.read(key.fd, 1 << 16)
                 self.data[key.data] += chunk
                 if not chunk: self.selector.unregister(key.fileobj)
@@ -263,6 +267,42 @@ def _result(streams: _Streams, killed_by: str | None, limits: Limits, level: str
     code, cpu = int(report[1]), float(report[2])
     return SandboxResult(code, out, err, wall_s, _cause(code, cpu, err, limits), level)
 
+# %% ../nbs/02_sandbox.ipynb #70dd2451
+def _text(value: str, name: str) -> str:
+    "`value` if a program can be given it: TypeError for another type, ValueError for a text that has no bytes."
+    if not isinstance(value, str): raise TypeError(f"{name} must be a string, got {value!r}")
+    try: value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError: raise ValueError(f"{name} must be text with bytes in UTF-8, got {value!r}") from None
+    return value
+
+
+def _words(values: Sequence[str | Path], name: str) -> list[str]:
+    "Strings and paths as a list of strings."
+    if isinstance(values, (str, bytes)): raise TypeError(f"{name} must be a list of strings, got the string {values!r}")
+    if not isinstance(values, Sequence): raise TypeError(f"{name} must be a list of strings, got {values!r}")
+    if not all(isinstance(v, (str, Path)) for v in values): raise TypeError(f"{name} must be a list of strings, got {values!r}")
+    words = [_text(str(v), name) for v in values]
+    if any("\0" in w for w in words): raise ValueError(f"{name} must hold no NUL byte, got {values!r}")
+    return words
+
+
+def _variables(env: Mapping[str, str] | None) -> dict[str, str]:
+    if not isinstance(env, (Mapping, type(None))): raise TypeError(f"env must map names to strings, got {env!r}")
+    names, values = _words([*(env or {})], "env"), _words([*(env or {}).values()], "env")
+    if bad := [n for n in names if not n or "=" in n]: raise ValueError(f"env: {bad[0]!r} cannot name a variable")
+    return dict(zip(names, values))
+
+
+def _folder(workdir: str | Path) -> Path:
+    if not isinstance(workdir, (str, Path)): raise TypeError(f"workdir must be a folder's path, got {workdir!r}")
+    if not str(workdir) or "\0" in str(workdir): raise ValueError(f"workdir must be a folder's path, got {workdir!r}")
+    return Path(workdir).resolve()
+
+
+def _limits(limits: Limits) -> Limits:
+    if not isinstance(limits, Limits): raise TypeError(f"limits must be Limits(…), got {limits!r}")
+    return limits
+
 # %% ../nbs/02_sandbox.ipynb #9545d8d7
 def run_command(cmd: Sequence[str],  # program and arguments; never a shell string
                 *,
@@ -274,23 +314,22 @@ def run_command(cmd: Sequence[str],  # program and arguments; never a shell stri
                 ) -> SandboxResult:
     """Runs a program under limits and without a network.
 
-    A program that does not exist gives exit code 127, as in a shell. TypeError: `cmd` is a string, or holds something
-    else than strings. ValueError: `cmd` is empty, or `workdir` is no folder. RuntimeError: the network cannot be
-    closed here, or the sandbox does not start.
+    A program that does not exist gives exit code 127, as in a shell. TypeError: `cmd` is a string, or an argument is of
+    another type than its own. ValueError: `cmd` is empty, `workdir` is no folder, or a text that no program can be
+    given. RuntimeError: the network cannot be closed here, or the sandbox does not start.
     """
-    if isinstance(cmd, (str, bytes)): raise TypeError(f"cmd must be a list of strings, got the string {cmd!r}")
-    cmd = [str(part) if isinstance(part, Path) else part for part in cmd]
+    cmd = _words(cmd, "cmd")
     if not cmd: raise ValueError("cmd must name a program, got an empty list")
-    if not all(isinstance(part, str) for part in cmd): raise TypeError(f"cmd must be a list of strings, got {cmd!r}")
-    folder = Path(workdir).resolve()
+    folder, env = _folder(workdir), _variables(env)
     if not folder.is_dir(): raise ValueError(f"workdir must be an existing folder, got {str(workdir)!r}")
-    return _run("command", cmd, folder, stdin, limits, env or {}, _isolation)
+    return _run("command", cmd, folder, _text(stdin, "stdin"), _limits(limits), env, _isolation)
 
 # %% ../nbs/02_sandbox.ipynb #c222cd7b
 def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     "Writes all files, or none if a name is not inside the folder."
     folder, targets = folder.resolve(), {}
     for name, content in files.items():
+        if not isinstance(name, str): raise TypeError(f"files must have names that are strings, got {name!r}")
         if not isinstance(content, (str, bytes)):
             raise TypeError(f"files must map names to text or bytes, got {type(content).__name__} for {name!r}")
         parts = Path(name).parts
@@ -314,16 +353,19 @@ def run_python(code: str,  # a whole program; it runs as main.py
                ) -> SandboxResult:
     """Runs Python code under limits and without a network, with this interpreter and its packages.
 
-    TypeError: `code` or a file is not text, or `args` is a string. ValueError: a file name is absolute, leaves the
-    folder, or is main.py. RuntimeError: the sandbox does not start.
+    TypeError: `code` or a file is not text, or an argument is of another type than its own. ValueError: a file name is
+    absolute, leaves the folder, or is main.py; `workdir` is a file; a text that no program can be given. RuntimeError:
+    the sandbox does not start.
     """
     if not isinstance(code, str): raise TypeError(f"code must be a string, got {type(code).__name__}")
-    if isinstance(args, (str, bytes)): raise TypeError(f"args must be a list of strings, got the string {args!r}")
-    files = dict(files or {})
-    if any(os.path.normpath(name) == "main.py" for name in files):
+    args, stdin, limits = _words(args, "args"), _text(stdin, "stdin"), _limits(limits)
+    if not isinstance(files, (Mapping, type(None))): raise TypeError(f"files must map names to text or bytes, got {files!r}")
+    files, kept = dict(files or {}), None if workdir is None else _folder(workdir)
+    if kept and kept.exists() and not kept.is_dir(): raise ValueError(f"workdir must be a folder, got the file {str(workdir)!r}")
+    if any(isinstance(name, str) and os.path.normpath(name) == "main.py" for name in files):
         raise ValueError("files must not hold main.py: that name is the code's")
     with tempfile.TemporaryDirectory(prefix="icl26-", ignore_cleanup_errors=True) as temporary:
-        folder = Path(workdir or temporary).resolve()
+        folder = kept or Path(temporary).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         _write_files(folder, {"main.py": code, **files})
-        return _run("python", ["main.py", *map(str, args)], folder, stdin, limits, {}, _isolation)
+        return _run("python", ["main.py", *args], folder, stdin, limits, {}, _isolation)

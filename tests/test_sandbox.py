@@ -410,3 +410,46 @@ def test_import_is_light():
     heavy = ("numpy", "scipy", "torch", "pandas", "matplotlib")
     code = f"import sys, icl26.sandbox; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("field, value, error", [
+    ("wall_s", "10", TypeError), ("cpu_s", None, TypeError), ("memory_mb", True, TypeError), ("file_mb", [64], TypeError),
+    ("output_kb", 1j, TypeError), ("network", "no", TypeError), ("network", 1, TypeError), ("network", None, TypeError),
+    ("wall_s", float("nan"), ValueError), ("cpu_s", -1, ValueError), ("memory_mb", 0, ValueError), ("file_mb", 0.5, ValueError),
+    ("wall_s", 1e300, ValueError), ("memory_mb", 10**400, ValueError), ("output_kb", float("inf"), ValueError)])
+def test_limits_of_odd_types(field, value, error):
+    with pytest.raises(error, match=f"^{field} "): Limits(**{field: value})
+
+
+def test_the_largest_limits_run(level):
+    "What Limits accepts the kernel accepts, too."
+    most = Limits(wall_s=1e9, cpu_s=10**9, memory_mb=10**9, file_mb=10**9, output_kb=10**9)
+    assert run_python("print(1)", limits=most, _isolation=level).stdout == "1\n"
+
+
+@pytest.mark.parametrize("how, error", [
+    (dict(args=[1]), TypeError), (dict(args=[b"x"]), TypeError), (dict(args=[None]), TypeError), (dict(args=3), TypeError),
+    (dict(args={"a": 1}), TypeError), (dict(args=["a\0b"]), ValueError), (dict(args=["\ud800"]), ValueError),
+    (dict(stdin=b"21"), TypeError), (dict(stdin=None), TypeError), (dict(stdin="\ud800"), ValueError),
+    (dict(limits={"wall_s": 1}), TypeError), (dict(limits=None), TypeError), (dict(limits=5), TypeError),
+    (dict(files=["a"]), TypeError), (dict(files={3: "x"}), TypeError), (dict(files={"a": 3}), TypeError),
+    (dict(workdir=3), TypeError), (dict(workdir=""), ValueError), (dict(workdir=__file__), ValueError), (dict(workdir="a\0b"), ValueError)])
+def test_arguments_of_odd_types(how, error):
+    "Before anything runs: a TypeError or ValueError that begins with the argument's name."
+    (name,) = how
+    with pytest.raises(error, match=f"^{name} must"): run_python("print(1)", **how)
+
+
+@pytest.mark.parametrize("how, error", [
+    (dict(cmd=3), TypeError), (dict(cmd={"ls"}), TypeError), (dict(cmd=["ls", "\0"]), ValueError), (dict(env="A=1"), TypeError),
+    (dict(env={"A": 1}), TypeError), (dict(env={"A=B": "1"}), ValueError), (dict(env={"": "1"}), ValueError),
+    (dict(env={"A": "\0"}), ValueError), (dict(workdir=None), TypeError), (dict(limits="fast"), TypeError), (dict(stdin=1), TypeError)])
+def test_arguments_of_commands(tmp_path, how, error):
+    (name,) = how
+    with pytest.raises(error, match=f"^{name}"): run_command(**dict(cmd=["ls"], workdir=tmp_path, limits=Limits(network=True)) | how)
+
+
+def test_paths_are_arguments(tmp_path, level):
+    "Paths count as strings in cmd and args, in a tuple as in a list."
+    done = run_python("import sys; print(sys.argv[1:])", args=(tmp_path, "x"), _isolation=level)
+    assert done.stdout == f"{[str(tmp_path), 'x']}\n", done
