@@ -366,3 +366,81 @@ def test_a_completion_of_the_wrong_shape_names_the_field(server, logprobs, field
     with pytest.raises(ServerError) as e:
         OpenAILM("m", server.url, endpoint="completions", max_retries=0).top_logprobs(["q"])
     assert field in str(e.value)
+
+
+@pytest.mark.parametrize("url", [
+    "http://", "http:///v1", "http://:80/v1", "http://h:99999/v1", "http://h:abc/v1", "http://h:0/v1", "http://[::1/v1", "http://[::g]/v1",
+    "http://exa mple/v1", " http://h/v1", "http://h\n/v1", "http://h\\x/v1", "http://a..b/v1", "http://999.1.1.1/v1", "http://1.2.3/v1",
+    "http://" + "a" * 64 + ".org", "http://h!/v1", "localhost:8000/v1", "ftp://h/v1", "http//h", "", "http://u:p@h/v1", "http://:p@h/v1"])  # fmt: skip
+def test_a_malformed_address_is_refused_at_once(url):
+    with pytest.raises(ValueError, match=r"^base_url must be http\(s\)://host"):
+        OpenAILM("m", url)
+    with pytest.raises(TypeError, match="^base_url must be text"):
+        OpenAILM("m", b"http://h/v1")
+
+
+def test_good_addresses_are_taken(server):
+    for url in ("http://localhost", "https://h.example:8000/v1/", "http://[::1]:80/v1", "http://10.0.0.1/v1", "http://my_host-2/v1", "http://bücher.example"):
+        assert OpenAILM("m", url).base_url == url
+
+
+def failing(monkeypatch, error):
+    "Every look-up of a host fails like this; how many there were."
+    import socket
+
+    asked = []
+
+    def look_up(*args, **kwargs):
+        asked.append(args)
+        raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return asked
+
+
+def test_an_unknown_host_is_hopeless(monkeypatch):
+    import socket
+
+    asked = failing(monkeypatch, socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    with pytest.raises(ServerError, match=r"m at http://nobody\.example/v1: cannot connect: .*not known \(1 attempt\)"):
+        OpenAILM("m", "http://nobody.example/v1").generate(["q"])
+    assert len(asked) == 1
+    asked = failing(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "Temporary failure"))  # may pass: tried again
+    with pytest.raises(ServerError, match=r"Temporary failure.*\(3 attempts\)"):
+        OpenAILM("m", "http://nobody.example/v1", max_retries=2, backoff=0.01).generate(["q"])
+    assert len(asked) == 3
+
+
+def test_a_refused_connection_is_not_tried_for_ever():
+    "However many retries are allowed: `timeout` seconds without a connection are the end."
+    lm, started = OpenAILM("m", "http://127.0.0.1:9/v1", max_retries=10**6, backoff=0.1, timeout=1.5), time.monotonic()
+    with pytest.raises(ServerError, match=r"m at http://127\.0\.0\.1:9/v1: cannot connect: .*refused \(\d+ attempts in \d s\)"):
+        lm.generate(["q"] * 20)
+    assert 2 <= lm.retries and time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_damaged_answers_are_asked_for_again(server, tmp_path, endpoint, caplog):
+    "Whatever a file in the cache holds that is no answer to its request, it counts as not there and is replaced."
+    token = {"token": "a", "logprob": -1.0}
+    chat = {"logprobs": {"content": [{**token, "top_logprobs": [token]}]}, "message": {"content": "x"}}
+    echo = {"tokens": ["q", "a"], "token_logprobs": [None, -1.0], "text_offset": [0, 1], "top_logprobs": [None, {"a": -1.0}]}
+    choice = chat if endpoint == "chat" else {"text": "x", "logprobs": echo}
+    server.reply = lambda path, body, count: (200, {"choices": [choice]}, {})
+    make = lambda: OpenAILM("m", server.url, endpoint=endpoint, cache=tmp_path)
+    ask = (lambda lm: lm.top_logprobs(["q"])) if endpoint == "chat" else (lambda lm: [s.total for s in lm.score(["q"], ["a"])])
+    first = ask(make())
+    (file,) = tmp_path.rglob("*.json")
+    whole, entry = file.read_bytes(), lambda answer: json.dumps({"answer": answer}).encode()
+    wrong = {"choices": [choice | {"logprobs": {"content": 3} if endpoint == "chat" else {"tokens": ["q"], "token_logprobs": [1.0, 2.0], "text_offset": [0]}}]}
+    damaged = [b"", b"\xff\xfe\x00", b"\0" * 100, whole[:-20], b"[1, 2]", b"7", b'"answer"', b"null", b"{}", b"[" * 100_000,
+               entry(None), entry([]), entry("x"), entry({}), entry({"choices": []}), entry({"choices": [3]}),
+               entry({"choices": [{"message": {"content": 5}, "text": 5}]}), entry({"choices": [choice], "usage": {"prompt_tokens": "a"}}), entry(wrong)]
+    for content in damaged:
+        file.write_bytes(content)
+        count, lm = len(server.seen), make()
+        assert ask(lm) == first and len(server.seen) == count + 1 and lm.cache_hits == 0, content[:60]
+        assert json.loads(file.read_bytes()) == json.loads(whole)
+    lm = make()
+    assert ask(lm) == first and lm.cache_hits == 1 and len(server.seen) == count + 1
+    assert "damaged" in caplog.text
