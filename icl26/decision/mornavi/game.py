@@ -209,6 +209,7 @@ def hidden_refuge(
     p: float,  # nominal probability of moving to `low`
     seed: int,  # draws the right actions
     horizon: int = 4,
+    refuge: bool = True,  # False: `low` is never left, which makes it a fail state
 ) -> MarkovGame:
     "The hidden refuge: states good, start, low; 4x2 actions; starts in `start`. ValueError for a p outside [0, 1]."
     if not 0 <= p <= 1:
@@ -217,7 +218,7 @@ def hidden_refuge(
     P, r = np.zeros((horizon, 3, 4, 2, 3)), np.zeros((2, horizon, 3, 4, 2))
     P[:, :2, ..., 0], P[:, :2, ..., 2] = 1 - p, p
     P[:, 2, ..., 2] = 1
-    for h, a in enumerate(right):
+    for h, a in enumerate(right if refuge else ()):
         P[h, 2, a] = [1.0, 0.0, 0.0]
     r[:, :, :2] = 0.8
     return MarkovGame(P, r, s0=1)
