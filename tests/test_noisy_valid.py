@@ -4,8 +4,10 @@ import inspect
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +203,12 @@ def test_simulation_is_repeatable_and_does_not_depend_on_items(method):
     assert nv.simulate(method, **s, n_judge=10**4, seed=5) == nv.simulate(method, **s, n_judge=10**4, seed=5)
     shares = {nv.simulate(method, **s, n_judge=2000, seed=k) for k in range(6)}
     assert method in ("exact", "oracle") or len(shares) > 1
-    assert 0 <= nv.simulate(method, **s, n_judge=10**8, seed=5) <= 1
+    tracemalloc.start()
+    many = nv.simulate(method, **s, n_judge=10**8, seed=5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6                                                             # items would take 100 MB a trial
+    assert abs(many - nv.simulate(method, **s, n_judge=10**6, seed=6)) < 4 * math.sqrt(0.5 / 3000)   # no judge noise is left in either
 
 
 def test_the_exact_test_keeps_its_level_at_thirty_labels():
@@ -448,6 +455,45 @@ def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path):
             check_part(c["id"], part)
 
 
+@pytest.mark.parametrize("lacking", ["a data set", "a judge"])
+def test_gpu_profile_without_data_or_models_leaves_two_claims_not_run(stand_in, tmp_path, monkeypatch, lacking):
+    data, models = (shutil.copytree(stand_in / name, tmp_path / name) for name in ("data", "models"))
+    if lacking == "a data set":
+        (data / "saferlhf.csv").unlink()
+    else:
+        shutil.rmtree(models / real.JUDGES[0])
+    monkeypatch.setenv(real.DATA_FOLDER, str(data))
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
+    size, small = "GRID | dict(real_trials=1000", "GRID | dict(trials=200, plane=3, plane_trials=200, curve_trials=200, real_trials=200"
+    cut = lambda source: source.replace(size, small)
+    record = notebook(tmp_path / "out", cut, profile="gpu", device="cpu", model=str(models))
+    reasons = {c["id"]: c["reason"] for c in record["claims"] if c["verdict"] == "not run"}
+    assert set(reasons) == {"estimator", "real"} and len(record["claims"]) == 7
+    wanted = "saferlhf.csv: no such file" if lacking == "a data set" else f"holds no {real.JUDGES[0]}"
+    assert all(wanted in r for r in reasons.values())
+
+
+def test_either_variable_names_the_folder_of_data(tmp_path, monkeypatch):
+    for name in ("common", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "jigsaw.csv").write_text(f"text,label\n{name},0\n")
+    monkeypatch.delenv(real.OWN_FOLDER, raising=False)
+    monkeypatch.setenv("ICL26_DATA", str(tmp_path / "common"))
+    assert real.load_texts("jigsaw", 5).text == ("common",)
+    monkeypatch.setenv("ICL26_NOISY_VALID_DATA", str(tmp_path / "own"))
+    assert real.load_texts("jigsaw", 5).text == ("own",)
+
+
+def test_a_model_that_cannot_be_loaded_is_named_and_the_others_are_asked(stand_in, tmp_path, monkeypatch):
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
+    data = [real.load_texts("jigsaw", 80, folder=stand_in / "data")]
+    where = {name: str(stand_in / "models" / name) for name in (real.JUDGES[0], *real.TESTED)}
+    judge = {real.JUDGES[0]: where[real.JUDGES[0]]}
+    found, hashes, _, missing = real.text_populations(data, judge, {real.TESTED[0]: where[real.TESTED[0]], real.TESTED[1]: str(tmp_path)}, device="cpu")
+    assert set(hashes) == {real.JUDGES[0], real.TESTED[0]} and all("Qwen" in p.name for p in found)
+    assert len(missing) == 1 and missing[0].startswith(real.TESTED[1])
+
+
 def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     import torch
 
@@ -462,7 +508,7 @@ def test_without_datasets_the_error_names_the_package():
     code = ("import sys; sys.modules['datasets'] = None\n"
             "from icl26.evaluation.noisy_valid.real import load_texts\n"
             "try: load_texts('jigsaw', 5)\nexcept ImportError as e: print(e)")
-    env = {k: v for k, v in os.environ.items() if k != real.DATA_FOLDER}
+    env = {k: v for k, v in os.environ.items() if k not in (real.DATA_FOLDER, real.OWN_FOLDER)}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env).stdout
     assert "pip install datasets" in out and real.DATA_FOLDER in out
 
