@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ASK_MANY', 'FILL', 'logger', 'tempered', 'total_variation', 'list_answers', 'judge_prompt', 'word_tokens', 'Row',
-           'plan_rows', 'Comparison', 'answer_totals', 'word_table', 'JudgeError', 'SelfReflect', 'IdealReader',
-           'dataset_interval']
+           'plan_rows', 'Comparison', 'answer_totals', 'word_table', 'JudgeError', 'text_list', 'SelfReflect',
+           'IdealReader', 'dataset_interval']
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #fab3f1db
 import logging
@@ -32,6 +32,8 @@ def tempered(
         raise ValueError(f"temperature: must be positive, got {temperature!r}")
     logprobs = torch.as_tensor(logprobs)
     logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    if temperature == float("inf"):  # -inf / inf would be nan
+        return torch.full_like(logprobs, 1 / logprobs.shape[-1])
     return (logprobs / temperature).softmax(-1)
 
 
@@ -94,7 +96,7 @@ def word_tokens(
         before = [tokenizer.decode(ids[:k]) for k in range(len(ids))]
     out = [("", ids[0])] if ids else []
     for k in range(1, len(ids)):
-        if text.startswith(before[k]) and len(before[k]) > max(len(before[k - 1]), 0 if _chats(tokenizer) else 1):
+        if text.startswith(before[k]) and len(before[k]) > len(out[-1][0]):
             out.append((before[k], ids[k]))
     return out
 
@@ -263,6 +265,16 @@ class JudgeError(RuntimeError):
     "The judge gave no usable log-probabilities; the cause is attached."
 
 
+def text_list(
+    name: str,  # of the argument, for the message
+    texts: Sequence[str],
+) -> list[str]:
+    "The texts as a list. TypeError for a single text, which would be split into letters."
+    if isinstance(texts, (str, bytes)):
+        raise TypeError(f"{name}: want a list of texts, got one text ({texts!r:.60})")
+    return list(texts)
+
+
 class SelfReflect:
     "Scores summaries of answers with a judge; lower is better. ValueError: temperature or batch size not positive."
 
@@ -276,10 +288,10 @@ class SelfReflect:
     ):
         if not callable(getattr(judge, "next_token_logprobs", None)):
             raise TypeError(f"judge: needs next_token_logprobs(prompts), got a {type(judge).__name__}")
-        if not temperature > 0:
-            raise ValueError(f"temperature: must be positive, got {temperature!r}")
-        if isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"batch_size: must be at least 1, got {batch_size!r}")
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature: must be positive and finite, got {temperature!r}")
+        if isinstance(batch_size, bool) or batch_size < 1 or batch_size != int(batch_size):
+            raise ValueError(f"batch_size: must be a whole number of at least 1, got {batch_size!r}")
         self.judge, self.temperature = judge, float(temperature)
         self.stopwords, self.batch_size = stopwords, int(batch_size)
 
@@ -290,7 +302,7 @@ class SelfReflect:
         conditioning_answers: Sequence[str],  # N samples that the summary should describe
         test_answers: Sequence[str],  # other samples, to be masked
     ) -> float:  # in [0, 1]; nan if no test answer has a word, or the judge failed
-        "The score of one summary. ValueError without conditioning answers."
+        "The score of one summary. ValueError without conditioning answers; TypeError for one text in place of a list."
         return self.score_many(question, {"summary": summary}, conditioning_answers, test_answers)["summary"]
 
     def score_many(
@@ -331,7 +343,7 @@ class SelfReflect:
         temperatures: Sequence[float] = (),  # further τ to compute distances at
     ) -> Comparison:
         "Everything that the judge says. ValueError without conditioning answers; JudgeError if the judge fails."
-        answers, test = list(conditioning_answers), list(test_answers)
+        answers, test = text_list("conditioning_answers", conditioning_answers), text_list("test_answers", test_answers)
         if not answers:
             raise ValueError("conditioning_answers: at least one answer is needed, got none")
         tokenizer = getattr(self.judge, "tokenizer", None)
@@ -360,9 +372,10 @@ class SelfReflect:
                 raise
             except Exception as e:
                 raise JudgeError(f"the judge failed: {type(e).__name__}: {e}") from e
-            if said.ndim != 2 or len(said) != len(batch) or torch.isnan(said).any():
-                raise JudgeError(f"the judge must give ({len(batch)}, V) log-probabilities without nan, "
-                                 f"got shape {tuple(said.shape)}")
+            if said.ndim != 2 or len(said) != len(batch) or not said.shape[1]:
+                raise JudgeError(f"the judge must give ({len(batch)}, V) log-probabilities, got shape {tuple(said.shape)}")
+            if not said.amax(-1).isfinite().all():                     # nan, or no token at all is possible
+                raise JudgeError("the judge must give log-probabilities without nan, with at least one above -inf a row")
             yield from zip(batch, said if said.dtype == torch.float64 else said.float())
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #28481cd4
