@@ -54,7 +54,7 @@ def list_papers(
 ) -> int:
     "Print the papers. UsageError for an area that has none."
     papers = [p for p in find_papers() if area in (None, p.area)]
-    if area and not papers:
+    if area is not None and not papers:
         raise UsageError(f"there is no paper in area {area!r}; areas: {', '.join(sorted({p.area for p in find_papers()}))}")
     if as_json:
         fields = ("slug", "area", "title", "description", "arxiv", "use")
@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("area", metavar="AREA", help="its area, e.g. decision")
     new.add_argument("slug", metavar="SLUG", help="its short name: lower case, digits, _")
     new.add_argument("--title", help="the paper's title")
-    new.add_argument("--arxiv", default="", help="its arXiv number")
+    new.add_argument("--arxiv", help="its arXiv number")
     return p
 
 # %% ../nbs/04_cli.ipynb #a609b1c0

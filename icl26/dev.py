@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .repro.papers import UsageError
 from .repro.results import write_text
 
 # %% ../nbs/06_dev.ipynb #d0e07af5
@@ -418,11 +419,13 @@ def main(
             said = print(*export(top), sep="\n") or []
         else:
             said = print(f"README.md  {'written' if write(top / 'README.md', readme(top)) else 'is current'}") or []
-    except DevError as e:
+    except (DevError, UsageError) as e:
         print(f"icl26.dev: error: {e}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as e:
-        print(f'icl26.dev: error: needs {e.name}: pip install "icl26[dev]"', file=sys.stderr)
+        ours = str(e.name).startswith("icl26.")                        # a module of ours is exported, not installed
+        said = f"there is no {e.name}: run `python -m icl26.dev export`" if ours else f'needs {e.name}: pip install "icl26[dev]"'
+        print(f"icl26.dev: error: {said}", file=sys.stderr)
         return 2
     print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
     return 1 if said else 0

@@ -33,7 +33,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from .repro.claims import VERDICTS
-from .repro.papers import UsageError, find_papers, front_matter, package_folder
+from .repro.papers import UsageError, find_papers, folder_at, front_matter, package_folder
 
 # %% ../nbs/03_docs.ipynb #c61ca878
 WIDTH = 70  # characters that a code block on a page holds without scrolling
@@ -356,7 +356,10 @@ def processed(
         shell.user_ns.update({**(vars(import_module(module)) if module else {}), "show_doc": show_doc})
     except ImportError as e:
         raise RuntimeError(f"{src}: {module} cannot be imported: {e}") from e
-    symbols = import_module("icl26._modidx").d["syms"]
+    try:
+        symbols = import_module("icl26._modidx").d["syms"]
+    except ModuleNotFoundError as e:
+        raise UsageError("icl26/_modidx.py is missing, the export's index of names: run `python -m icl26.dev export`") from e
     home = home_of(src, nbs, module)
     areas = {*AREAS, *(p.area for p in find_papers(nbs))}
     is_entry = re.compile(r"(#\|.*\n)*show_doc\(")
@@ -701,7 +704,9 @@ def build(
     "Build the site; its folder. UsageError for a wrong argument, RuntimeError for a page that fails or a link that leads nowhere."
     from nbdev.config import get_config
 
-    say, top, out = say or (lambda line: None), Path(top or checkout()).resolve(), Path(out).resolve()
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+        raise UsageError(f"jobs: a whole number above 0, got {jobs!r}")
+    say, top, out = say or (lambda line: None), Path(top or checkout()).resolve(), folder_at(out, "out").resolve()
     renderer, cfg = choose(renderer), get_config(path=top)
     if out.exists() and any(out.iterdir()) and not (out / "site_libs").is_dir():
         raise UsageError(f"{out} is not empty and does not hold a site: name another folder with --out")

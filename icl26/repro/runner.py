@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['LIMITS', 'RESUBMIT', 'Options', 'parse_seeds', 'chosen', 'positive', 'cores', 'local_model', 'options', 'reasons',
-           'unfinished', 'make_jobs', 'plan', 'describe_plan', 'LocalPool', 'connect', 'DaskPool', 'answer', 'fill',
-           'run_jobs', 'collect', 'again', 'locked', 'sweep', 'terminable', 'undisturbed', 'stop_jobs', 'verdicts',
-           'summary', 'Progress', 'outcome_table', 'commit_results', 'run_planned', 'finish', 'reproduce', 'run_locked']
+           'unfinished', 'make_jobs', 'plan', 'describe_plan', 'LocalPool', 'check_address', 'answers_at', 'connect',
+           'DaskPool', 'answer', 'fill', 'run_jobs', 'collect', 'again', 'locked', 'sweep', 'terminable', 'undisturbed',
+           'stop_jobs', 'verdicts', 'summary', 'Progress', 'outcome_table', 'commit_results', 'run_planned', 'finish',
+           'reproduce', 'run_locked']
 
 # %% ../../nbs/repro/05_runner.ipynb #a1e13e55
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from icl26.repro.job import (
     Job,
@@ -37,7 +40,17 @@ from icl26.repro.job import (
     visible_gpus,
     write_failure,
 )
-from .papers import Paper, UsageError, content_key, differences, find_paper, find_papers, measured, number
+from icl26.repro.papers import (
+    Paper,
+    UsageError,
+    content_key,
+    differences,
+    find_paper,
+    find_papers,
+    folder_at,
+    measured,
+    number,
+)
 from .results import DEVICES, PROFILES, load_results, write_text
 
 # %% ../../nbs/repro/05_runner.ipynb #40ee4886
@@ -113,6 +126,8 @@ def local_model(model: str | None) -> str | None:
     "A Hub id as it is, a local path absolute (notebooks run in their own folders). UsageError if it is not there."
     if model is None:
         return None
+    if not model.strip():
+        raise UsageError(f"model: a Hub id or a path is needed, got {model!r}")
     path = Path(model).expanduser()
     if path.exists():
         return str(path.resolve())
@@ -260,9 +275,39 @@ class LocalPool:
         return ""
 
 # %% ../../nbs/repro/05_runner.ipynb #0d6429a1
-def connect(scheduler: str, wait_s: float = 8) -> object:
+def check_address(
+    scheduler: str,  # as for `reproduce`
+) -> None:
+    "UsageError unless it is an address of a Dask scheduler: scheme://host:port, or host:port."
+    known = ("tcp", "tls", "ws", "wss", "ucx")
+    try:
+        scheme, _, rest = scheduler.rpartition("://")
+        parts = urlsplit(f"//{rest}")
+        good = (scheme or "tcp") in known and parts.hostname and parts.port and not re.search(r"\s", scheduler)
+    except (AttributeError, ValueError):  # no text, an open bracket, a port that is no number
+        good = False
+    if not good:
+        raise UsageError(
+            f"scheduler: an address such as tcp://host:8786 is needed ({', '.join(known)}; with a port), got {scheduler!r}"
+        )
+
+
+async def answers_at(scheduler: str, wait_s: float) -> None:
+    "Returns when a Dask server answers at the address; OSError if none does in time, ValueError or TypeError for an address."
+    import asyncio
+
+    from distributed.comm import connect
+    from distributed.security import Security
+
+    async with asyncio.timeout(wait_s + 1):  # a server that accepts and says nothing would be waited for, for ever
+        comm = await connect(scheduler, timeout=wait_s, **Security().get_connection_args("client"))
+    comm.abort()
+
+
+def connect(scheduler: str, wait_s: float = 5) -> object:
     "A Dask client. UsageError if Dask is not installed, nothing answers within the time, or there is no worker."
     try:
+        import asyncio
         import logging
 
         from distributed import Client
@@ -277,10 +322,12 @@ def connect(scheduler: str, wait_s: float = 8) -> object:
     ):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its warnings are ours to report
     try:
+        asyncio.run(answers_at(scheduler, wait_s))
         client = Client(scheduler, timeout=wait_s, set_as_default=False)
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, RuntimeError) as e:
+        why = textwrap.shorten(str(e), 120) or type(e).__name__
         raise UsageError(
-            f"scheduler: no Dask scheduler answers at {scheduler} ({type(e).__name__}); "
+            f"scheduler: no Dask scheduler answers at {scheduler} ({why}); "
             "start one with `dask scheduler`, or leave the option out"
         ) from None
     try:
@@ -634,12 +681,14 @@ def reproduce(
         model=model,
         params=params,
     )
+    if scheduler is not None:
+        check_address(scheduler)
     if commit_to is not None and profile != "cpu":
         raise UsageError(f"commit: results of profile cpu are committed, not of {profile!r}")
     papers = [find_paper(s, nbs) for s in dict.fromkeys(slugs)] or [p for p in find_papers(nbs) if p.reproduction]
     if not papers:
         raise UsageError("there is no paper with a reproduction")
-    out = Path(out).expanduser().absolute()
+    out = folder_at(out, "out")
     all_jobs = make_jobs(papers, opts, out, uuid.uuid4().hex[:8])
     if dry_run:
         print(describe_plan(plan(all_jobs, force)))
