@@ -321,7 +321,8 @@ def small_model(
     "Ask a model every question about every country."
     facts = country_facts().sort_values("population", ascending=False, kind="stable").head(n_countries).reset_index(drop=True)
     truth = crisp_questions(facts)
-    even = sorted(truth, key=lambda q: abs(truth[q].mean() - 0.5))[:n_questions]          # those that split the countries best
+    asked = [q for q in truth if not q.startswith("Does the name")]                       # letters are hidden from a model of tokens
+    even = sorted(asked, key=lambda q: abs(truth[q].mean() - 0.5))[:n_questions]           # those that split the countries best
     prompts = [answer_prompt("a country", ("Yes", "No"), c, q) for c in facts.name for q in even]
     raw, seconds, _ = raw_logprobs(lm, prompts)
     return SmallModel(tuple(facts.name), tuple(even), np.stack([truth[q] for q in even], 1), raw.reshape(len(facts), len(even), 2), len(prompts), tuple(seconds.tolist()))

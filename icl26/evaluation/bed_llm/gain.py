@@ -81,18 +81,20 @@ class GainEstimate(NamedTuple):
     "Expected information gain with its jackknife uncertainty, one value a question."
     gain: np.ndarray | float  # Eq. 3, nats
     corrected: np.ndarray | float  # with the jackknife's correction of the bias, nats
-    se: np.ndarray | float  # jackknife standard error, nats; NaN for a single hypothesis
+    se: np.ndarray | float  # jackknife standard error, nats; NaN below three hypotheses
 
 
 def eig_jackknife(
     likelihood: Any,  # (..., N, A), rows sum to 1
     weights: Any = None,  # (N,); None: equal
 ) -> GainEstimate:  # fields (...)
-    "EIG, leaving out each hypothesis in turn; those of weight 0 do not count. ValueError as `check_table`."
+    """EIG, leaving out each hypothesis in turn; those of weight 0 do not count. ValueError as `check_table`.
+
+    Of two hypotheses one would be left, for which every question is worth nothing, so that there is no estimate."""
     table, w = check_table(likelihood, weights)
     table, w = table[..., w > 0, :], w[w > 0]
     n, gain = len(w), np.asarray(eig(table, w))
-    if n == 1:
+    if n < 3:
         return GainEstimate(*map(_shaped, (gain, gain)), se=np.full(gain.shape, np.nan)[()])
     known = np.einsum("...na->...n", plogp(table)) * w                 # (..., N)
     share = table * w[:, None]

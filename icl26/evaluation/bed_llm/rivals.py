@@ -206,13 +206,19 @@ class TableLM:
     def _row(self, prompt: str) -> np.ndarray:
         "(A,) probabilities of the answers to a prompt of the likelihood, or of a prediction."
         question = re.search(r"^Q(?:uestion)?: (.*)\nAnswer with", prompt, re.M)[1]
-        known = key(question) in self.table._column
-        if not known:
-            return np.full(len(self.table.answers), 1 / len(self.table.answers))
+        rows = self._answers(question)                                    # (H, A)
         if prompt.startswith("Think of"):
-            return self.table.likelihood([re.match(r"Think of .*?: (.*)\n", prompt)[1]], [question])[0, 0]
-        history = re.findall(r"^Q: (.*)\nA: (.*)$", prompt, re.M)
-        return self.belief(history) @ self.table.likelihood(self.table.hypotheses, [question])[:, 0]
+            return rows[self.table._row[key(re.match(r"Think of .*?: (.*)\n", prompt)[1])]]
+        return self.belief(re.findall(r"^Q: (.*)\nA: (.*)$", prompt, re.M)) @ rows
+
+    def _answers(self, question: str) -> np.ndarray:
+        "(H, A) probabilities; *Is it …?* is sure of a name in the table, and nothing is known of other questions."
+        named = re.fullmatch(r"Is it (.*)\?", question)
+        if key(question) not in self.table._column and named and key(named[1]) in self.table._row:
+            yes = np.where(np.arange(len(self.table.hypotheses)) == self.table._row[key(named[1])], 0.99, 0.01)
+            return np.stack([yes, 1 - yes], -1)
+        known = key(question) in self.table._column
+        return self.table.probs[:, self.table._column[key(question)]] if known else np.full(self.table.probs.shape[::2], 1 / len(self.table.answers))
 
     def score(self, prompts: Sequence[str], continuations: Sequence[str]) -> list:
         "Log-probabilities of answers from the table, as `icl26.lm.TokenScores`."
