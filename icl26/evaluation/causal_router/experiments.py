@@ -16,10 +16,10 @@ from functools import lru_cache
 import numpy as np
 from sklearn.base import BaseEstimator
 
-from . import data, evaluation, labels, learners, router
+from . import data, learners, router
 from .data import RoutingData, make_routing_data
-from .evaluation import PMUR, efficiency_gain, mean_gain
-from .labels import digits_data, read_label_table, table_data
+from .evaluation import efficiency_gain, mean_gain
+from .labels import digits_data, gains, preferences_of, read_label_table, table_data
 from .router import MetaRouter, PredictiveRouter
 from ...repro import Claim, Results, holds
 from ...repro.cache import cached
@@ -156,7 +156,8 @@ def run_settings(
 
     key = {"what": "causal_router runs", "plan": {n: [asdict(s) | {"routers": list(s.routers)}, runs] for n, (s, runs) in plan.items()},
            "seed": seed, "sklearn": sklearn.__version__, "inputs": dict(inputs or {})}
-    arrays = cached(key, build, kind="npz", code=[data, learners, router, labels, base_learners, run_router, one_run])
+    arrays = cached(key, build, kind="npz", code=[data, learners, router, digits_data, gains, preferences_of, read_label_table, table_data,
+                                                   setting_data, base_learners, run_router, one_run])
     return {n: Outcome(s.routers, *(arrays[f"{n}|{what}"] for what in ("predicted", "gain", "clipped"))) for n, (s, _) in plan.items()}
 
 
@@ -200,7 +201,7 @@ def digits_plan() -> dict[str, tuple[Setting, int]]:
     "Digits: three sizes, another unit, another learner, 40 in place of 20 components."
     s = Setting(META, source="digits", n_test=400, trees=40, n_folds=3)
     return {
-        "n=50": (replace(s, n_gold=50, routers=("R", "DR", "gold", "pref", "pooled")), 10), "n=100": (s, 20),
+        "n=50": (replace(s, n_gold=50, routers=("R", "DR", "gold", "pref", "pooled")), 10), "n=100": (s, 12),
         "n=300": (replace(s, n_gold=300, routers=("DR", "gold", "pref", "pooled")), 10),
         "unit": (replace(s, gold_unit=5.0, routers=("DR", "DR unscaled")), 10),
         "boosting": (replace(s, boosting=True, routers=("DR", "pooled")), 10),

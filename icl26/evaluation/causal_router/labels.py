@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['STRONG', 'WEAK', 'JUDGE', 'COMPONENT', 'RUBRIC', 'COMPARE', 'digits_data', 'gains', 'preferences_of', 'components',
            'read_label_table', 'table_data', 'read_queries', 'as_text', 'asked', 'judged', 'rubric_scores',
-           'preference_labels', 'bundled_embedder', 'identity', 'kept', 'label_table']
+           'preference_labels', 'bundled_embedder', 'identity', 'kept', 'opened', 'answers_of', 'label_table',
+           'gold_labels', 'comparison_labels']
 
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #6805a9e0
 import json
@@ -250,9 +251,23 @@ def kept(
     return build() if None in names else cached({"what": f"causal_router {what}", "models": names, "inputs": inputs}, build)
 
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #ef487e7d
+def opened(
+    lm: Any,  # an `icl26.lm.LM`, or a function without arguments that opens one
+) -> Any:
+    "The model; opened only now, so that large ones need not be in memory together."
+    return lm if hasattr(lm, "generate") else lm()
+
+
+def answers_of(lm: Any, queries: Sequence[Mapping], max_new_tokens: int, seed: int) -> list[str]:
+    "Greedy answers of a model, from the cache if they are there."
+    prompts = [asked(lm, q["prompt"]) for q in queries]
+    return kept("answers", [lm], [prompts, max_new_tokens, seed], lambda: [
+        a for (a,) in lm.generate(prompts, max_new_tokens=max_new_tokens, temperature=0.0, seed=seed)])
+
+
 def label_table(
     queries: Sequence[Mapping],  # from `read_queries`
-    strong: Any,  # M_p, an `icl26.lm.LM`
+    strong: Any,  # M_p, an `icl26.lm.LM`, or a function that opens one; so are the others
     weak: Any,  # M_a
     gold_judge: Any,  # sees the rubrics
     pref_judge: Any,  # sees the two answers
@@ -266,12 +281,8 @@ def label_table(
     from sklearn.decomposition import PCA
 
     plain = [dict(q) for q in queries]
-    write = lambda lm: kept("answers", [lm], [[q["prompt"] for q in plain], max_new_tokens, seed], lambda: [
-        a for (a,) in lm.generate([asked(lm, q["prompt"]) for q in plain], max_new_tokens=max_new_tokens, temperature=0.0, seed=seed)])
-    a, b = write(strong), write(weak)
-    score = lambda said: kept("rubrics", [gold_judge], [RUBRIC, plain, said], lambda: _json(rubric_scores(gold_judge, plain, said)))
-    gold = np.array(score(a), float) - np.array(score(b), float)
-    pref = np.array(kept("preferences", [pref_judge], [COMPARE, plain, a, b], lambda: _json(preference_labels(pref_judge, plain, a, b))), float)
+    a, b = (answers_of(opened(lm), plain, max_new_tokens, seed) for lm in (strong, weak))
+    gold, pref = gold_labels(opened(gold_judge), plain, a, b), comparison_labels(opened(pref_judge), plain, a, b)
     usable = np.isfinite(gold) & np.isfinite(pref)
     if usable.sum() < 4:
         raise ValueError(f"queries: only {int(usable.sum())} of {len(plain)} have both labels; at least 4 are needed")
@@ -279,6 +290,17 @@ def label_table(
     pcs = PCA(min(n_components, *np.shape(vectors)), random_state=0).fit_transform(vectors)
     table = pd.DataFrame(pcs, columns=[f"embd.PC{i}" for i in range(1, pcs.shape[1] + 1)])
     return table.assign(GL=gold[usable], PL=pref[usable]), int((~usable).sum())
+
+
+def gold_labels(judge: Any, queries: list, a: list[str], b: list[str]) -> np.ndarray:  # (N,)
+    "Rubric score of the first answers minus that of the second, from the cache if they are there."
+    score = lambda said: np.array(kept("rubrics", [judge], [RUBRIC, queries, said], lambda: _json(rubric_scores(judge, queries, said))), float)
+    return score(a) - score(b)
+
+
+def comparison_labels(judge: Any, queries: list, a: list[str], b: list[str]) -> np.ndarray:  # (N,)
+    "`preference_labels`, from the cache if they are there."
+    return np.array(kept("preferences", [judge], [COMPARE, queries, a, b], lambda: _json(preference_labels(judge, queries, a, b))), float)
 
 
 def _json(x: np.ndarray) -> list:
