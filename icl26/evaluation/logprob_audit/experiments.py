@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METHODS', 'ASKING', 'LEG_CODE', 'HUB', 'open_model', 'like', 'change_model', 'answers_leg', 'drift_leg',
            'finetune_leg', 'met_pool', 'choice_pool', 'text_pool', 'fill_pools', 'pool_scores', 'small_task',
-           'noisiest_prompt', 'small_variants', 'small_leg', 'run_legs', 'data_rows', 'paper_task']
+           'noisiest_prompt', 'small_variants', 'small_leg', 'run_legs', 'data_rows', 'chat_examples', 'paper_task']
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #94252bbe
 import functools
@@ -30,8 +30,10 @@ from icl26.evaluation.logprob_audit.tinychange import (
     finetune_full,
     finetune_lora,
     labelled_loss,
+    chat_batch,
     prune_mlp,
     share_changed,
+    shares_changed,
     text_batch,
 )
 from ...lm import HFLM, choice_logprobs, tiny_lm
@@ -94,7 +96,7 @@ def answers_leg(
     found = {
         p: collect(like(lm, model), p, n=n, traffic=texts, batch_size=lm.batch_size, seed=seed) for p, n, texts in asked
     }
-    shares = [0.0, 0.0] if change is None else [share_changed(lm.model, model, nonzero) for nonzero in (False, True)]
+    shares = [0.0, 0.0] if change is None else list(shares_changed(lm.model, model))
     return _stamp(start, lm.batch_size * sum(n for _, n, _ in asked), observations=found, changed=shares)
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #b6d70773
@@ -137,9 +139,7 @@ def finetune_leg(
     snapshots = {}
     for k, model in run:
         observations = collect(like(lm, model), prompt, n=n, traffic=traffic, batch_size=lm.batch_size, seed=seed + k)
-        snapshots[str(k)] = dict(
-            observations=observations, changed=[share_changed(lm.model, model, z) for z in (False, True)]
-        )
+        snapshots[str(k)] = dict(observations=observations, changed=list(shares_changed(lm.model, model)))
         del model
         gc.collect()
     return _stamp(start, lm.batch_size * n * len(steps), snapshots=snapshots)
@@ -303,9 +303,9 @@ def small_leg(
     lm.tokenizer.padding_side = "left"
     task = {**task, "prompt": noisiest_prompt(lm, task)}
     n0, n1, n2 = sizes["original"], sizes["fresh"], sizes["variant"]
-    both = fill_pools(lm, task, n0 + n1, n0 + n1, 1000 * seed)
-    pools = {"original": {k: v[:n0] for k, v in both.items()}, "fresh": {k: v[n0:] for k, v in both.items()}}
-    shares = {}
+    pools, shares = {"original": fill_pools(lm, task, n0, n0, 1000 * seed)}, {}
+    if n1:
+        pools["fresh"] = fill_pools(lm, task, n1, n1, 1000 * seed + 999)
     for i, (kind, level, model) in enumerate(small_variants(lm, changes, text[int(0.9 * len(text)) :]), 1):
         label = f"{kind} {level:g}"
         shares[label] = share_changed(lm.model, model)
@@ -399,6 +399,33 @@ def data_rows(
         raise FileNotFoundError(
             f"{repo} is not to be had ({type(e).__name__}); put {name}.jsonl into the folder ICL26_DATA"
         ) from e
+
+
+def chat_examples(
+    tokenizer: Callable,  # of the model
+    rows: Sequence[Mapping],  # of lmsys: conversation, a list of {role, content}
+    n: int,  # examples wanted
+) -> tuple[list[dict], int]:  # at most n examples; how many rows before the last of them were passed over
+    """The first turns of the first n conversations that can be used, the assistant's tokens as targets (without a chat
+    template: all tokens). Passed over: no answer within 1024 tokens, or turns that this template does not tokenise apart."""
+    found, skipped = [], 0
+    for row in rows:
+        if len(found) == n:
+            break
+        turns = row["conversation"][:2]
+        try:
+            found.append(chat_batch(tokenizer, turns) if tokenizer.chat_template else _all_tokens(tokenizer, turns))
+        except ValueError:
+            skipped += 1
+    return found, skipped
+
+
+def _all_tokens(tokenizer: Callable, turns: Sequence[Mapping]) -> dict:
+    "The turns as one text. `ValueError` if there is nothing to predict in it."
+    batch = text_batch(tokenizer, "\n".join(m["content"] for m in turns))
+    if batch["labels"].shape[1] < 2:
+        raise ValueError("an empty conversation")
+    return batch
 
 
 def paper_task(
