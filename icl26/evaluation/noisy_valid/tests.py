@@ -250,7 +250,7 @@ def check_method(
     if variance == "smoothed" and method != "noisy":
         raise ValueError(f"variance: 'smoothed' is a variant of 'noisy' only, got method {method!r}")
 
-
+# %% ../../../nbs/evaluation/noisy_valid/02_tests.ipynb #e9a3f9ad
 def certify(
     method: str,  # "noisy", "direct", "oracle", "ppi", "ppi++" or "exact"
     *,

@@ -79,17 +79,21 @@ def certificate(
     if "judge_labels" in used and both and min(len(data["human"]), len(data["judge_labels"])) >= 2:
         results |= {m: certify(m, alpha=alpha, zeta=zeta, **used) for m in METHODS if m not in ("oracle", method)}
     flat = [m for m in results if _without_variance(m, data, alpha)]
-    certified = {m: r.certified and m not in flat for m, r in results.items()}
-    out = dict(certified=certified[method], method=method, variance=variance, alpha=alpha, zeta=zeta, n_human=len(data["human"]),
+    out = dict(certified=main_result.certified and method not in flat, method=method, variance=variance, alpha=alpha, zeta=zeta, n_human=len(data["human"]),
                n_failures=int(data["human"].sum()), n_judge=len(data["judge_labels"]))
-    out["tests"] = {m: dict(certified=certified[m], statistic=_finite(r.statistic), threshold=r.threshold,
-                            pvalue=None if m in flat else _finite(r.pvalue), zero_variance=m in flat, informative=r.informative, calibration_share=_finite(r.calibration_share)) for m, r in results.items()}
+    out["tests"] = {m: _entry(r, m in flat) for m, r in results.items()}
     out |= _diagnostics(data, alpha, zeta) if both else {}
     out["warnings"] = [f"{m}: the estimate of the variance is zero; its result says nothing and certifies nothing" for m in flat]
     if "failure_rate" in out and out["failure_rate"]["low"] == out["failure_rate"]["high"]:
         out["warnings"].append("the interval of the failure rate has no width, because the rates behind it are 0 or 1 in this sample; "
                                "it says nothing about the uncertainty")
     return out
+
+# %% ../../../nbs/evaluation/noisy_valid/06_use.ipynb #f34c0b06
+def _entry(r, flat: bool) -> dict:
+    "One test as JSON: certified only with a variance."
+    return dict(certified=r.certified and not flat, statistic=_finite(r.statistic), threshold=r.threshold, pvalue=None if flat else _finite(r.pvalue),
+                zero_variance=flat, informative=r.informative, calibration_share=_finite(r.calibration_share))
 
 
 def _without_variance(method: str, data: dict, alpha: float) -> bool:
