@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['windows', 'truncated_draws', 'uniforms', 'replay', 'each_draw', 'gaussian_scores', 'state_scale', 'dropo_loglik',
-           'unscale', 'DROPO']
+           'unscale', 'cma_search', 'DROPO']
 
 # %% ../../../nbs/decision/odr/02_dropo.ipynb #61d7133f
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 from scipy import special
@@ -139,6 +140,34 @@ def unscale(
     return bounds[:, 0] + u[:d] / 4 * width, low * (high / low) ** (u[d:] / 4)
 
 # %% ../../../nbs/decision/odr/02_dropo.ipynb #1dbba63f
+def cma_search(
+    value: Callable,  # of a point in [0, 4]^dim; to be maximised
+    dim: int,
+    budget: int,  # evaluations; the last population may go beyond it
+    seed: int = 0,
+) -> tuple[np.ndarray, list[float], int]:  # best point, best value after each generation, evaluations
+    "CMA-ES from the middle of the cube. Deterministic given the seed; NumPy's global random state is left alone."
+    try:
+        import cma
+    except ImportError as e:
+        raise ImportError('DROPO needs CMA-ES: pip install "icl26[decision]"') from e
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape)
+    options = dict(bounds=[0, 4], verbose=-9, seed=np.nan, randn=draw, tolfun=0, tolfunhist=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=UserWarning)  # remarks about these options
+        search = cma.CMAEvolutionStrategy(np.full(dim, 2.0), 1.0, options)
+    best, evaluations, history = (-np.inf, None), 0, []
+    while evaluations < budget and not search.stop():
+        points = search.ask()
+        values = [value(np.asarray(u)) for u in points]
+        search.tell(points, [-v for v in values])
+        evaluations += len(points)
+        best = max(best, max(zip(values, points), key=lambda p: p[0]), key=lambda p: p[0])
+        history.append(best[0])
+    return np.asarray(best[1]), history, evaluations
+
+# %% ../../../nbs/decision/odr/02_dropo.ipynb #502affff
 class DROPO:
     """DROPO, and E-DROPO with `entropy_coef` > 0. After `fit`: `mu_` (d,), `std_` (d,), `objective_` (entropy bonus
     included), `n_evals_` (at most the budget and one population), `history_` (best objective after each generation),
@@ -169,36 +198,15 @@ class DROPO:
         return value + self.entropy_coef * len(windows(data.done, self.horizon)) * entropy
 
     def fit(self, data: Transitions) -> "DROPO":
-        "Search with CMA-ES. Deterministic given the seed; NumPy's global random state is left alone."
-        try:
-            import cma
-        except ImportError as e:
-            raise ImportError('DROPO needs CMA-ES: pip install "icl26[decision]"') from e
+        "Search with CMA-ES. ValueError for a budget below 1, and as `dropo_loglik`."
         if self.budget < 1:
             raise ValueError(f"budget must be at least 1 evaluation, got {self.budget}")
-        rng, d = np.random.default_rng(self.seed), len(self.sim.bounds)
-        options = dict(
-            bounds=[0, 4],
-            verbose=-9,
-            seed=np.nan,
-            randn=lambda *shape: rng.standard_normal(shape),
-            tolfun=0,
-            tolfunhist=0,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", category=UserWarning)  # remarks about these options
-            search = cma.CMAEvolutionStrategy(np.full(2 * d, 2.0), 1.0, options)
-        best, self.n_evals_, self.history_ = (-np.inf, None), 0, []
-        while self.n_evals_ < self.budget and not search.stop():
-            points = search.ask()
-            values = [self.objective(*unscale(np.asarray(u), self.sim.bounds), data) for u in points]
-            search.tell(points, [-v for v in values])
-            self.n_evals_ += len(points)
-            best = max(best, max(zip(values, points), key=lambda p: p[0]), key=lambda p: p[0])
-            self.history_.append(best[0])
-        self.objective_, n = best[0], data.s.shape[1]
-        self.scale_ = state_scale(data) if self.standardize else np.ones(n)
-        self.mu_, self.std_ = unscale(np.asarray(best[1]), self.sim.bounds)
+        bounds = self.sim.bounds
+        value = lambda u: self.objective(*unscale(u, bounds), data)
+        best, self.history_, self.n_evals_ = cma_search(value, 2 * len(bounds), self.budget, self.seed)
+        self.objective_ = self.history_[-1]
+        self.scale_ = state_scale(data) if self.standardize else np.ones(data.s.shape[1])
+        self.mu_, self.std_ = unscale(best, bounds)
         return self
 
     def sample(self, size: int, seed: int = 0) -> np.ndarray:
