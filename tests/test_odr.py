@@ -18,7 +18,7 @@ from icl26.decision.envs import MujocoSim, get_params, make_env, set_params
 from icl26.decision.odr import dropo, mle
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
-from icl26.stats import bootstrap_ci, iqm_interval, loglog_slope, mean_interval, paired_difference, wilson
+from icl26.stats import bootstrap_ci, loglog_slope, mean_interval, paired_difference, wilson
 
 ICL26 = Path(sys.executable).with_name("icl26")
 ROOT = Path(__file__).resolve().parent.parent
@@ -438,6 +438,46 @@ def test_mujoco_sim_is_gymnasiums_step(env_id, names):
     np.testing.assert_allclose(get_params(env.unwrapped.model, names), xi)
 
 
+class Spring:
+    "A simulator as the interface describes it: states are (N, n), in one call all parameter vectors share them."
+
+    bounds, noise_cov = np.array([[0.5, 2.0], [-1.0, 1.0]]), 0.01 * np.eye(2)
+
+    def mean(self, xi, s, a):
+        xi = np.asarray(xi, float)
+        assert s.ndim == 2 and a.ndim == 2 and len(s) == len(a)
+        one = lambda x: np.stack([s[:, 0] + 0.1 * s[:, 1], s[:, 1] - 0.1 * x[0] * np.sin(s[:, 0]) + x[1] * a[:, 0]], 1)
+        return one(xi) if xi.ndim == 1 else np.stack([one(x) for x in xi])
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 4])
+def test_dropo_replays_a_plain_simulator_over_several_steps(horizon):
+    sim, rng = Spring(), np.random.default_rng(0)
+    log = odr.Transitions(rng.normal(size=(20, 2)), rng.normal(size=(20, 1)), rng.normal(size=(20, 2)), np.arange(20) == 11)
+    mu, std, total = np.array([1.2, 0.1]), np.array([0.2, 0.1]), 0.0
+    draws = dropo.truncated_draws(mu, std, sim.bounds, dropo.uniforms(8, 2, 0))
+    for t in dropo.windows(log.done, horizon):
+        ends = []
+        for xi in draws:
+            s = log.s[t : t + 1]
+            for step in range(horizon):
+                s = sim.mean(xi, s, log.a[t + step : t + step + 1])
+            ends.append(s[0])
+        covariance = np.cov(np.array(ends).T) + 1e-3 * np.eye(2)
+        total += stats.multivariate_normal(np.mean(ends, 0), covariance).logpdf(log.s_next[t + horizon - 1])
+    np.testing.assert_allclose(odr.dropo_loglik(sim, mu, std, log, horizon=horizon, n_samples=8), total, rtol=1e-9)
+    fit = odr.DROPO(sim, horizon=horizon, n_samples=8, budget=20).fit(log)
+    assert np.isfinite(fit.objective_) and fit.n_evals_ >= 20
+
+
+def test_informativeness_has_a_value_on_the_edge_of_the_ball():
+    sharp = lambda x, d: odr.informativeness([x] + [0.0] * (d - 1), 1e-16 * np.eye(d), np.zeros(d), 0.05)
+    for d in (2, 5):
+        for z in (-2, 0, 1.5):
+            np.testing.assert_allclose(sharp(0.05 - z * 1e-8, d), stats.norm.cdf(z), atol=1e-5)
+        assert sharp(0.04, d) == 1 and sharp(0.06, d) == 0
+
+
 def test_no_log_file_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_env("HalfCheetah-v5")
@@ -516,13 +556,17 @@ def expected(claim, part, record):
     if label.startswith("fall of"):
         rows = values.reshape(-1, 2)
         ratio = lambda x: np.median(x[:, 0]) / np.median(x[:, 1])
+        if len(rows) < 6:
+            return ratio(rows), None, None
         rng = np.random.default_rng(seed)
         boot = [ratio(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(2000)]
         return ratio(rows), np.quantile(boot, 0.025), np.quantile(boot, 0.975)
+    if "median" in label and len(values) < 6:
+        return np.median(values), None, None
     if "median" in label:
         return named(bootstrap_ci(values, np.median, method="percentile", n_resamples=2000, seed=seed))
-    if "interquartile" in label:
-        return named(iqm_interval(values, seed=seed))
+    if "mean return" in label:
+        return named(mean_interval(values, seed=seed))
     if claim == "C6":
         return values.mean(), None, None
     if claim in ("C4", "own-C8"):
@@ -543,6 +587,7 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
             for part in c["values"] or []:
                 if (want := expected(c["id"], part, record)) is not None:
                     got = [part["measured"], part["ci_low"], part["ci_high"]]
+                    assert [g is None for g in got] == [w is None for w in want], (c["id"], part["label"])
                     np.testing.assert_allclose(
                         [g for g in got if g is not None],
                         [w for w in want if w is not None],
@@ -553,13 +598,12 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
             if c["id"] == "C6" and c["verdict"] != "not run":
                 mean = {p["label"].partition(",")[0]: p["measured"] for p in c["values"]}
                 np.testing.assert_allclose(c["measured"], mean["DROPO"] / mean["centre of the box"])
-            if c["id"] == "C3":  # the part nearest to its bound, with its interval
+            if c["id"] == "C3":  # the factor to the true parameters, and beside it the one to the set
                 fall = {p["label"].rpartition(" ")[2]: p for p in c["values"] if p["label"].startswith("fall")}
-                by_room = fall["set"]["measured"] / 10 < 2 / fall["point"]["measured"]
-                worst = fall["set" if by_room else "point"]
-                assert [c[k] for k in ("measured", "ci_low", "ci_high")] == [
-                    worst[k] for k in ("measured", "ci_low", "ci_high")
-                ]
+                bounds = ("ci_low", "ci_high")
+                assert [c[k] for k in ("measured", *bounds)] == [fall["point"][k] for k in ("measured", *bounds)]
+                if path == smoke or c["baseline"]:
+                    assert c["baseline"]["value"] == fall["set"]["measured"] and "set" in c["baseline"]["label"]
 
 
 def test_the_smoke_run_stays_in_its_budget_and_draws_its_figures(smoke):
@@ -657,7 +701,7 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tmp_path):
             "gpu",
             "--device",
             "cpu",
-            env={"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache")},
+            env={"ICL26_CACHE": str(tmp_path / "cache")},
         )
     )
     c = {c["id"]: c for c in record["claims"]}
@@ -674,10 +718,8 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tmp_path):
         "E-DROPO, N = 20",
         "ratio",
     } <= labels
-    assert (
-        c["C4"]["scale"] == c["C5"]["scale"] == "small-model"
-        and "Hopper-v5, DROPO, interquartile mean return" in labels
-    )
+    assert {x["scale"] for x in c.values()} == {"mechanism"}  # on a CPU the profile is a check of the code
+    assert "Hopper-v5, DROPO, mean return" in labels and odr.claims("gpu")[4].scale == "small-model"
     assert c["C5"]["measured"] == min(x["measured"] for x in c["C5"]["values"] if "-v5: " in x["label"])
 
 
