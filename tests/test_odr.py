@@ -732,6 +732,7 @@ def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all(
         "CUDA" in c["reason"] for c in record["claims"]
     )
+    assert {c["id"]: c["scale"] for c in record["claims"]} == {c.id: c.scale for c in odr.claims("gpu")}
     assert record["wall_s"] < 15
 
 
