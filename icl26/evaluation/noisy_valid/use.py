@@ -44,7 +44,7 @@ def _rows(reader, path: str | Path):
     names = [n.strip().lower() for n in next(reader, [])]
     for k in ("judge", "human"):
         if k not in names:
-            raise ValueError(f"{path}: want the columns judge and human, got {', '.join(names) or 'an empty file'}")
+            raise ValueError(f"{path}: want the columns judge and human, got {', '.join(names)[:80] or 'an empty file'}")
         if names.count(k) > 1:
             raise ValueError(f"{path}, line {reader.line_num}: want one column {k}, got {names.count(k)}")
     for row in reader:
