@@ -42,7 +42,11 @@ def read_claim_file(
 ) -> ClaimFile:
     "The claims of a file. ValueError that names the file, the line and the field."
     lines, where, rows = [], [], {}
-    for i, text in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    try:
+        content = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not text in UTF-8 ({e})") from None
+    for i, text in enumerate(content.split("\n"), 1):
         if text.strip():
             lines.append(_line(text, f"{path}, line {i}", labels))
             where.append(f"{path}, line {i}")
@@ -67,7 +71,7 @@ def _line(text: str, where: str, labels: bool) -> dict:
     "One claim, checked; its scores as a list under `scores`."
     try:
         x = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
     if not isinstance(x, dict) or "document" not in x:
         raise ValueError(f"{where}: want an object with document and scores")
@@ -165,7 +169,7 @@ def load_filter(
     try:
         made = json.loads(Path(path).read_text(encoding="utf-8"))
         ok = made["format"] == "icl26 maci filter" and made["version"] == 1
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         ok = False
     if not ok:
         raise ValueError(f"{path}: not a filter of `icl26 use maci calibrate`")

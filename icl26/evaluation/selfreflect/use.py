@@ -27,7 +27,7 @@ def parse_record(
     "One question. ValueError that names the line and the field."
     try:
         r = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not valid JSON ({e})") from e
     if not isinstance(r, dict):
         raise ValueError(f"{where}: want an object, got a {type(r).__name__}")
@@ -53,7 +53,10 @@ def read_records(
     path: str | Path,  # JSON lines
 ) -> list[dict]:
     "All questions of a file; empty lines are skipped. ValueError, OSError."
-    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not text in UTF-8 ({e})") from None
     records = [parse_record(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise ValueError(f"{path}: no questions")
