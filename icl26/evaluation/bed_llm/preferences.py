@@ -151,7 +151,8 @@ class TasteTask:
     ratings: np.ndarray  # (profiles, films): 1 to 5 in steps of a half
 
     def recommend(self, agent: Any, n: int = 10) -> list[str]:
-        "The films with the best mean rating under the belief."
+        "The films with the best mean rating under the belief, which is brought up to date first."
+        agent.believe()
         rows = [self.world._row[key(h)] for h in agent.hypotheses]
         return [str(i) for i in np.argsort(-self.ratings[rows].mean(0), kind="stable")[:n]]
 

@@ -37,7 +37,7 @@ def gain_part(
 ) -> dict:
     "Difference of two success rates at a turn, paired by target. The last turn counts if there are fewer."
     t = min(turn, ours.shape[1]) - 1
-    return mean_part(label, ours[:, t] - theirs[:, t])
+    return mean_part(label, ours[:, t].astype(float) - theirs[:, t])
 
 
 def slope_part(
