@@ -84,7 +84,7 @@ def is_record(
     "Whether it is a whole JSON object."
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -99,7 +99,7 @@ def read_lines(
     for number, line in enumerate(lines + [last] * is_record(last), 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{path}: line {number} is not a JSON object")
