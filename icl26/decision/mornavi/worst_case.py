@@ -177,7 +177,7 @@ def worst_kernel(
     "A kernel that attains the worst case of one row. ValueError for bad input."
     p, v, radius = check_rows(p), np.asarray(v, float), check_radius(radius, divergence)
     if divergence == "tv":
-        order = np.argsort(v, kind="stable")
+        order = np.lexsort((-p, v))  # of several lowest states the one that p reaches most
         kept = np.diff(np.minimum(np.cumsum(p[order]), 1 - radius), prepend=0)
         kept[0] += 1 - kept.sum()
         return kept[np.argsort(order)]
