@@ -130,8 +130,10 @@ def nash(
     u, v = payoffs
     if np.ptp(u + v) <= 1e-12 * max(1.0, np.abs(payoffs).max()):
         return np.outer(_zero_sum(u), _zero_sum(v.T))
-    import nashpy
-
+    try:
+        import nashpy
+    except ImportError as e:
+        raise ImportError('Nash equilibria of general-sum games need nashpy: pip install "icl26[decision]"') from e
     scale = max(np.ptp(u), np.ptp(v), 1e-300)
     stage = nashpy.Game((u - u.min()) / scale + 1, (v - v.min()) / scale + 1)
     supports = lambda: stage.support_enumeration(tol=1e-10)  # its default of 1e-16 loses equilibria to rounding
