@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DAMAGED', 'LogError', 'load_log', 'expand_params', 'simulator_for', 'residual_noise', 'FitReport', 'check_threads',
-           'usable_covariance', 'fit_log', 'parser', 'check_arguments', 'main']
+           'usable_covariance', 'usable_rows', 'fit_log', 'parser', 'check_arguments', 'main']
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #9e692cad
 import argparse
@@ -243,6 +243,26 @@ def usable_covariance():
         raise LogError(f"the log and its noise leave a covariance that no fit can use ({e}); is noise_sd of the states' scale?") from None
 
 
+def usable_rows(
+    data: Transitions,
+    sim: MujocoSim,
+    method: str,  # "odr" or "dropo"
+    max_rows: int,
+) -> tuple[Transitions, int]:  # the rows of the fit; how many clipped ones the log has
+    "Rows without a clipped velocity: evenly spaced for the likelihood, the first ones for DROPO. LogError if there is none."
+    if not max(float(np.abs(x).max()) for x in (data.s, data.a, data.s_next)) < 1e100:
+        raise LogError("the log holds values above 1e100, whose squares leave float64")
+    bad = clipped(sim, data.s) | clipped(sim, data.s_next)
+    if bad.all():
+        raise LogError(
+            "every transition holds a velocity at Gymnasium's clip of ±10; log the simulator's own state"
+        )
+    if method == "dropo":  # windows need neighbours: an unusable row ends an episode
+        return Transitions(data.s, data.a, data.s_next, data.done | bad)[~bad][:max_rows], int(bad.sum())
+    keep = data[~bad]
+    return keep[np.unique(np.linspace(0, len(keep) - 1, min(max_rows, len(keep))).astype(int))], int(bad.sum())
+
+# %% ../../../nbs/decision/odr/06_use.ipynb #5c6cb1ac
 def fit_log(
     data: Transitions,
     env_id: str,  # a Gymnasium MuJoCo environment
@@ -268,19 +288,7 @@ def fit_log(
     sim = simulator_for(
         data, env_id, params, noise_sd=1.0 if noise_sd is None else noise_sd, scale=scale, threads=threads
     )
-    if not max(float(np.abs(x).max()) for x in (data.s, data.a, data.s_next)) < 1e100:
-        raise LogError("the log holds values above 1e100, whose squares leave float64")
-    bad = clipped(sim, data.s) | clipped(sim, data.s_next)
-    if bad.all():
-        raise LogError(
-            "every transition holds a velocity at Gymnasium's clip of ±10; log the simulator's own state"
-        )
-    if method == "dropo":  # windows need neighbours: an unusable row ends an episode
-        keep = Transitions(data.s, data.a, data.s_next, data.done | bad)[~bad]
-        some = keep[:max_rows]
-    else:
-        keep = data[~bad]
-        some = keep[np.unique(np.linspace(0, len(keep) - 1, min(max_rows, len(keep))).astype(int))]
+    some, dropped = usable_rows(data, sim, method, max_rows)
     with usable_covariance():
         if noise_sd is None:
             sd, first = residual_noise(sim, some, seed=seed)
@@ -312,7 +320,7 @@ def fit_log(
         sd,
         "estimated" if noise_sd is None else "given",
         len(some),
-        int(bad.sum()),
+        dropped,
         (error(sim.nominal), error(mu)),
         ident,
     )
@@ -360,7 +368,7 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--out", help="also write the fit to this JSON file")
     return p
 
-
+# %% ../../../nbs/decision/odr/06_use.ipynb #c8122366
 def check_arguments(
     args: argparse.Namespace,  # of `fit`
 ) -> None:
@@ -380,7 +388,7 @@ def check_arguments(
         if not os.access(out if out.exists() else out.parent, os.W_OK):
             raise ValueError(f"--out: no permission to write {out}")
 
-
+# %% ../../../nbs/decision/odr/06_use.ipynb #c97be7cd
 def main(
     argv: list[str] | None = None,  # arguments after `icl26 use odr`; None: those of the process
 ) -> int:  # 0, or 2 for input that cannot be used
