@@ -150,7 +150,7 @@ def load_watch(
             source, baseline = here, [*baseline, line["logprobs"]]
     return source, baseline, checks
 
-
+# %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #6f68a3dd
 def open_source(
     source: dict,  # the fields of SOURCE
 ) -> LM:
