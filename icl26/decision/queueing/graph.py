@@ -42,12 +42,11 @@ def uniformize(
         raise ValueError(f"rates: positive finite numbers are needed, got {list(rates)!r}")
     if not is_finite(discount_rate) or discount_rate <= 0:
         raise ValueError(f"discount_rate: a positive finite number is needed, got {discount_rate!r}")
-    rates = np.asarray(rates, dtype=np.float64)
-    total = rates.sum()
-    gamma = float(total / (total + discount_rate))
-    if not np.isfinite(total) or gamma >= 1:
+    total = sum(map(float, rates))
+    gamma = total / (total + float(discount_rate)) if math.isfinite(total) else 1.0
+    if gamma >= 1:
         raise ValueError(f"discount_rate: {discount_rate!r} vanishes beside the total rate {total:g}")
-    return rates / total, gamma
+    return np.asarray(rates, dtype=np.float64) / total, gamma
 
 # %% ../../../nbs/decision/queueing/01_graph.ipynb #a40b2815
 @dataclass(frozen=True, repr=False)
@@ -71,12 +70,12 @@ def check_cost(cost: np.ndarray | Sequence[float], shape: tuple) -> np.ndarray:
         c = np.asarray(cost, dtype=np.float64)
     except (TypeError, ValueError) as e:
         raise ValueError(f"cost: {e}") from None
+    if not np.isfinite(c).all():
+        raise ValueError("cost: every cost must be finite")
     if c.shape == (len(shape),) and c.shape != shape:
         c = sum((h * n for h, n in zip(c, np.indices(shape))), np.zeros(shape))
     if c.shape != shape:
         raise ValueError(f"cost: an array of the shape {shape} or {len(shape)} holding costs are needed, got the shape {c.shape}")
-    if not np.isfinite(c).all():
-        raise ValueError("cost: every cost must be finite")
     return c
 
 
@@ -125,7 +124,12 @@ class OperatorGraph:
         V = np.asarray(V, dtype=np.float64)
         if V.shape != self.shape:
             raise ValueError(f"V: the shape {self.shape} is needed, got {V.shape}")
-        return self.cost + self.discount * sum(p * op.apply(V) for op, p in self.events if p)
+        out = self.cost.copy()
+        for op, p in self.events:
+            image = op.apply(V)  # a fresh array: scaled in place, since large temporaries cost more than the arithmetic
+            image *= self.discount * p
+            out += image
+        return out
 
     def solve(
         self,
@@ -139,7 +143,8 @@ class OperatorGraph:
         V = W
         while error > tol and n < max_iter:
             V, n = self.backup(W), n + 1
-            low, high = (V - W).min(), (V - W).max()
+            step = V - W
+            low, high = step.min(), step.max()
             error = reach * (high - low) / 2
             if error > tol and high - low <= 4e-16 * np.abs(V).max():
                 break  # rounding: further rounds cannot bring the bound down

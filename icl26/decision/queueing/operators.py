@@ -147,10 +147,10 @@ class Operator:
 
     def apply(self, V: np.ndarray) -> np.ndarray:
         "(T V)(x) for all states at once, of the shape of V (B_1 + 1, ..., B_d + 1)."
-        first, *rest = self.actions(V)
-        for other in rest:
-            first = np.minimum(first, other)
-        return first
+        best, *rest = self.actions(V)
+        for other in rest:  # a fresh array each, unlike the first, which may be V
+            best = np.minimum(best, other, out=other)
+        return best
 
     def policy(self, V: np.ndarray) -> np.ndarray | None:
         "The minimising action of every state, int; None for kinds without actions."
