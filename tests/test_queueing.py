@@ -535,7 +535,7 @@ def test_solve_command(tmp_path, capsys):
     (tmp_path / "s.json").write_text(json.dumps(BY_NAME["ferry"].spec))
     done = subprocess.run([ICL26, "use", "queueing", "solve", "s.json", "--plot", "p.png", "--out", "p.json"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "switching curve" in done.stdout and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    assert "switching curve" in done.stdout and "near a full buffer blocking bends it" in done.stdout and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     written = json.loads((tmp_path / "p.json").read_text())
     assert [d["proved"] for d in written["decisions"]] == ["threshold", "switching_curve"]
     np.testing.assert_array_equal(written["decisions"][1]["policy"], BY_NAME["ferry"].graph.solve().policies[1])
@@ -564,7 +564,7 @@ def test_formulate_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "t.txt").write_text(p.text)
     monkeypatch.setattr("icl26.decision.queueing.use.open_lm", lambda *_: (ScriptedLM(perfect(p)), False))
     assert main(["formulate", str(tmp_path / "t.txt"), "--model", "x", "--rollouts", "2", "--out", str(tmp_path / "s.json")]) == 0
-    assert "proved without solving: threshold" in capsys.readouterr().out
+    assert "for unlimited buffers: threshold" in capsys.readouterr().out
     assert q.formulation_correct(q.parse_formulation((tmp_path / "s.json").read_text()), p.graph)
     monkeypatch.setattr("icl26.decision.queueing.use.open_lm", lambda *_: (ScriptedLM(lambda _: "no"), False))
     assert main(["formulate", str(tmp_path / "t.txt"), "--model", "x", "--rollouts", "1"]) == 1

@@ -20,7 +20,7 @@ import numpy as np
 from .formulate import MCTSFormulator
 from .graph import FormulationError, OperatorGraph, Solution, parse_formulation, read_json
 from .operators import KINDS
-from .structure import Structure, identify_structure
+from .structure import Structure, identify_structure, shows
 
 # %% ../../../nbs/decision/queueing/08_use.ipynb #31629b6a
 @dataclass(frozen=True, repr=False)
@@ -73,10 +73,19 @@ class Report:
             out.append(f"{names[k]} ({op.kind}): {self.first_states(k)}")
             if proved:
                 ways = ", ".join(f"{'more' if s > 0 else 'less'} with {self.queues[q]}" for q, s in self.structure.directions[k].items())
-                out.append(f"  proved without solving: {proved}; {self.actions(k)[1]} {ways}")
+                out.append(f"  proved without solving, for unlimited buffers: {proved}; {self.actions(k)[1]} {ways}")
+                out.append(f"  {self.seen_on_the_buffer(k)}")
             else:
                 out.append(f"  nothing is proved: {self.why(k)}")
         return out
+
+    def seen_on_the_buffer(self, k: int) -> str:
+        "Whether the solved policy of a claimed event has the proved form on these finite buffers."
+        (op, _), V, ways = self.graph.events[k], self.solution.V, self.structure.directions[k]
+        everywhere, inside = (shows(op, V, ways, share=s, tol=1e-8 * np.abs(V).max()) for s in (1.0, 0.5))
+        if everywhere:
+            return "checked: the solved policy has this form in every state"
+        return "checked: it has this form up to half of each buffer; near a full buffer blocking bends it" if inside else "checked: on these small buffers blocking bends it; larger buffers would show it"
 
     def why(self, k: int) -> str:
         "Why nothing is proved about an event."
@@ -114,7 +123,7 @@ class Report:
             if len(pair) == 2 and pair[0] < pair[1]:
                 part = part.T  # the first queue of the pair on the horizontal axis
             grid, names = np.atleast_2d(part), self.actions(k)
-            ax.pcolormesh(grid, cmap=ListedColormap(COLORS[: len(names)]), vmin=-0.5, vmax=len(names) - 0.5, alpha=0.75, edgecolors="white", linewidth=0.3)
+            ax.pcolormesh(np.arange(grid.shape[1]), np.arange(grid.shape[0]), grid, shading="nearest", cmap=ListedColormap(COLORS[: len(names)]), vmin=-0.5, vmax=len(names) - 0.5, alpha=0.75, edgecolors="white", linewidth=0.3)
             ax.set(xlabel=f"in {self.queues[pair[0]]}", title=self.spec["events"][k]["name"])
             ax.set_yticks([]) if len(pair) == 1 else ax.set_ylabel(f"in {self.queues[pair[1]]}")
             ax.grid(visible=False)
