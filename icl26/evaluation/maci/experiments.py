@@ -151,8 +151,10 @@ def compare(
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #b19c107c
 def kept_shares(masks: Sequence[np.ndarray]) -> np.ndarray:
-    "(n,) share of claims kept in each document."
-    return np.array([np.mean(m) if len(m) else np.nan for m in masks])
+    "(n,) share of claims kept in each document; NaN for one without claims."
+    size = np.array([len(m) for m in masks])
+    kept = np.bincount(np.repeat(np.arange(size.size), size), np.concatenate(masks), size.size)
+    return np.divide(kept, size, out=np.full(size.size, np.nan), where=size > 0)
 
 
 def summarise(masks: Mapping[str, list], test: Answers) -> dict[str, float]:
@@ -185,9 +187,10 @@ def noise_levels(
     The error is against the truth where it is known, else against the labels."""
     base = clean or (cal.truth, test.truth)
     goal = np.concatenate(test.truth if test.truth is not None else test.labels)
+    cuts, flat = ([f(p) for p in base] for f in (lambda p: np.cumsum([len(s) for s in p])[:-1], np.concatenate))
     out = []
     for x in levels:
-        a, b = ([sigmoid(logit(s) + x * rng.normal(size=len(s))) for s in part] for part in base)
+        a, b = (np.split(sigmoid(logit(s) + x * rng.normal(size=s.size)), at) for s, at in zip(flat, cuts))
         fit = MACI(alpha, random_state=int(rng.integers(2**31))).fit(a, cal.labels, cal.groups)
         out.append((mean_squared_error(np.concatenate(b),
                                        goal), float(np.nanmean(kept_shares(fit.predict(b, test.groups))))))

@@ -197,7 +197,7 @@ def load_filter(
     maci.grouped_, maci.n_scorers_ = made["grouped"], made["scorers"]
     return maci, made
 
-
+# %% ../../../nbs/evaluation/maci/06_use.ipynb #36106a4c
 def _damage(made: dict) -> str:
     "The first field of a filter that is missing or holds what `calibrate` does not write, or ''."
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e308

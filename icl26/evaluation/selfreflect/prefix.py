@@ -67,9 +67,10 @@ class SharedPrefix:
         rows, limit = [encode_prompt(self.tokenizer, p) for p in prompts], context_length(self.lm.model)
         if limit and rows and (longest := max(map(len, rows))) > limit:
             raise ValueError(f"prompts: one has {longest} tokens, more than the model's context of {limit}")
-        out = [None] * len(rows)
+        out, groups = [None] * len(rows), list(prefix_groups(rows))
+        alone = [i for _, g in groups if len(g) == 1 for i in g]            # share nothing, but a batch
         with evaluating(self.lm.model):
-            for common, group in prefix_groups(rows):
+            for common, group in [(0, alone)] * bool(alone) + [x for x in groups if len(x[1]) > 1]:
                 for i, logprobs in self._group(rows, common, group):
                     out[i] = logprobs
         width = self.lm.model.config.get_text_config().vocab_size
