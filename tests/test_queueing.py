@@ -289,7 +289,7 @@ def test_formulations_parse_and_absent_costs_are_zero():
     assert g.capacity == (15,) and [p for _, p in g.events] == pytest.approx([1 / 2.2, 1.2 / 2.2]) and g.discount == pytest.approx(2.2 / 2.3)
     assert g.cost[1] == pytest.approx(1 / 2.3) and g.events[0][0].params == {"reject_cost": 6.0}
     assert (q.parse_formulation(changed(["holding_cost"], KeyError)).cost == 0).all()
-    assert q.parse_formulation(changed(["parameters"], {"a": 1, "b": "x"})).cost.shape == (16,)
+    assert q.parse_formulation(changed(["parameters"], {"a": 1, "b": "x", "c": [1, {"d": None}]})).cost.shape == (16,)
 
 
 # -- structure -------------------------------------------------------------------------------------------------------

@@ -295,13 +295,10 @@ def check_names(stage: str, where: str, items: object, most: int) -> list[str]:
 
 # %% ../../../nbs/decision/queueing/01_graph.ipynb #487fdc35
 def check_parameters(obj: Mapping) -> dict:
-    "Level m1: `parameters`, a flat object of numbers or texts, taken from the problem's words."
+    "Level m1: `parameters`, an object of what the text gives, by name. Later levels read it; nothing is computed from it."
     params = check_fields("m1", "answer", obj, ("parameters",))["parameters"]
     if not isinstance(params, Mapping):
         raise FormulationError("m1", f"parameters: an object is needed, got {type(params).__name__}")
-    for name, value in params.items():
-        if not (is_finite(value) or isinstance(value, str)):
-            raise FormulationError("m1", f"parameters.{name}: a finite number or a text is needed, got {value!r}")
     return dict(params)
 
 
