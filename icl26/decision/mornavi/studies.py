@@ -8,7 +8,7 @@ __all__ = ['GAMES', 'POINTS', 'make_game', 'regret_slope', 'regret_ratio', 'cove
 # %% ../../../nbs/decision/mornavi/05_studies.ipynb #78765890
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import numpy as np
@@ -99,11 +99,13 @@ def learn(
 # %% ../../../nbs/decision/mornavi/05_studies.ipynb #2074ae8f
 def kept(
     job: Mapping,  # arguments of `learn`
+    pool: ProcessPoolExecutor | None = None,  # where it runs; None: here
 ) -> dict:  # arrays
     "`learn` for a job, from the cache if it was there."
     equilibria = sys.modules["icl26.decision.mornavi.equilibrium"]  # the package has a function of this name
     code = [worst_case, games, equilibria, learners, tabular, learn, make_game, regret_slope, regret_ratio, coverage]
-    return cached({"learn": job}, lambda: learn(**job), kind="npz", code=code)
+    build = lambda: pool.submit(learn, **job).result() if pool else learn(**job)
+    return cached({"learn": job}, build, kind="npz", code=code)
 
 
 def run_all(
@@ -111,7 +113,8 @@ def run_all(
     workers: int = 1,  # processes
 ) -> list[dict]:
     "`learn` for every job, in order, kept between calls. An error in a run is raised here."
-    if workers <= 1 or len(jobs) < 2:
+    workers = min(workers, len(jobs))
+    if workers <= 1:
         return [kept(job) for job in jobs]
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(kept, jobs))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(lambda job: kept(job, pool), jobs))  # a thread for each process: the cache stays with this one
