@@ -44,7 +44,7 @@ class Player:
 
     def observe(self, question: str, answer: str) -> None:
         "Append an answer. ValueError if it is not one of the world's answers (without case and white space at the ends)."
-        found = next((y for y in self.answers if key(y) == key(answer)), None)
+        found = next((y for y in self.answers if isinstance(answer, str) and key(y) == key(answer)), None)
         if found is None:
             raise ValueError(f"answer: want one of {', '.join(self.answers)}, got {answer!r}")
         self.history.append((question, found))
