@@ -616,3 +616,14 @@ def test_gpu_profile_runs_on_a_tiny_model(tmp_path):
     assert claims["C3"]["verdict"] == claims["C4"]["verdict"] == "not reproduced" and claims["C3"]["scale"] == "paper"
     assert all("no language model" in claims[k]["reason"] for k in ("C1", "C2", "C5", "C6", "own-C7")) and record["model_hashes"]
     check_run(record)
+
+
+def test_gpu_profile_without_a_gpu_says_so(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    run = subprocess.run([ICL26, "reproduce", "queueing", "--profile", "gpu", "--seeds", "0", "--jobs", "1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    (path,) = tmp_path.glob("*/queueing/gpu-s0/results.json")
+    record = load_results(path)
+    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"]), run.stdout
