@@ -541,7 +541,7 @@ def test_gpu_profile_through_language_models(tmp_path):
                                     ICL26_CAUSAL_ROUTER_MODELS=names, ICL26_CACHE=str(tmp_path / "cache")))
     assert {c["id"] for c in record["claims"]} == PAPER and all(c["verdict"] != "not run" for c in record["claims"])
     assert set(record["model_hashes"]) == {str(tmp_path / "tiny"), str(tmp_path / "other")}
-    table = lb.read_label_table(next((tmp_path / "runs").rglob("causal_router_labels.csv")))
+    table = lb.read_label_table(next((tmp_path / "cache" / "causal_router").glob("labels-*.csv")))
     assert len(table) == 44 and table.GL.std() > 0 and table.PL.abs().max() <= 1
 
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROUTERS', 'META', 'Setting', 'setting_data', 'base_learners', 'run_router', 'Outcome', 'one_run', 'run_settings',
-           'mechanism_plan', 'digits_plan', 'table_plan', 'claims', 'difference_part', 'margin_part', 'no_help',
-           'log_slope', 'add_claims', 'control_claim']
+           'Workers', 'mechanism_plan', 'digits_plan', 'table_plan', 'claims', 'difference_part', 'margin_part',
+           'no_help', 'log_slope', 'add_claims', 'control_claim']
 
 # %% ../../../nbs/evaluation/causal_router/06_experiments.ipynb #2ddaca31
 import warnings
@@ -143,33 +143,44 @@ def run_settings(
     "All runs of all settings, from the cache if they are there."
     import sklearn
 
-    jobs = [(name, s, 100_000 * seed + k) for name, (s, runs) in plan.items() for k in range(runs)]
-
-    def build() -> dict:
-        parts: dict = {}
-        for (name, _, _), found in zip(jobs, _map(jobs, workers)):
-            parts.setdefault(name, []).append(found)
-        arrays = {}
-        for name, found in parts.items():
-            arrays |= {f"{name}|{what}": np.array(x) for what, x in zip(("predicted", "gain", "clipped"), zip(*found))}
-        return arrays
-
-    key = {"what": "causal_router runs", "plan": {n: [asdict(s) | {"routers": list(s.routers)}, runs] for n, (s, runs) in plan.items()},
-           "seed": seed, "sklearn": sklearn.__version__, "inputs": dict(inputs or {})}
-    arrays = cached(key, build, kind="npz", code=[data, learners, router, digits_data, gains, preferences_of, read_label_table, table_data,
-                                                   setting_data, base_learners, run_router, one_run])
-    return {n: Outcome(s.routers, *(arrays[f"{n}|{what}"] for what in ("predicted", "gain", "clipped"))) for n, (s, _) in plan.items()}
+    fixed = {"what": "causal_router runs", "seed": seed, "sklearn": sklearn.__version__, "inputs": dict(inputs or {})}
+    code = [data, learners, router, digits_data, gains, preferences_of, read_label_table, table_data, setting_data, base_learners, run_router, one_run]
+    out = {}
+    with Workers(workers) as pool:
+        for name, (s, runs) in plan.items():  # each setting is an entry of its own, so that a run that was cut off goes on where it was
+            key = fixed | {"setting": asdict(s) | {"routers": list(s.routers)}, "runs": runs}
+            found = cached(key, lambda: _stacked(pool.map(s, [100_000 * seed + k for k in range(runs)])), kind="npz", code=code)
+            out[name] = Outcome(s.routers, found["predicted"], found["gain"], found["clipped"])
+    return out
 
 
-def _map(jobs: Sequence[tuple], workers: int) -> list:
-    "`one_run` of every job, in order."
-    if workers == 1:
-        return [one_run(s, k) for _, s, k in jobs]
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+def _stacked(found: Sequence[tuple]) -> dict:
+    "The arrays of several runs, run by run."
+    return {name: np.array(x) for name, x in zip(("predicted", "gain", "clipped"), zip(*found))}
 
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(one_run, [s for _, s, _ in jobs], [k for _, _, k in jobs]))
+
+class Workers:
+    "Runs `one_run` for many seeds, here or in processes that start when they are needed."
+
+    def __init__(self, n: int):
+        self.n, self.pool = n, None
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def map(self, s: Setting, seeds: Sequence[int]) -> list[tuple]:
+        if self.n == 1:
+            return [one_run(s, k) for k in seeds]
+        if self.pool is None:
+            from concurrent.futures import ProcessPoolExecutor
+            from multiprocessing import get_context
+
+            self.pool = ProcessPoolExecutor(self.n, mp_context=get_context("spawn"))
+        return list(self.pool.map(one_run, [s] * len(seeds), seeds))
 
 # %% ../../../nbs/evaluation/causal_router/06_experiments.ipynb #e4415cb4
 META = ("oracle", "R", "DR", "gold", "pref", "pooled", "shift")
@@ -180,7 +191,7 @@ def mechanism_plan(
 ) -> dict[str, tuple[Setting, int]]:
     "Generated labels: three sizes, three kinds of bias, another unit, another learner, more features."
     if profile == "smoke":
-        s = Setting(META, n_pref=600, n_test=300, n_features=10, trees=20, depth=8, n_folds=2)
+        s = Setting(META, n_pref=600, n_test=300, n_features=10, trees=8, depth=8, n_folds=2)
         many, few = 5, 3
     else:
         s = Setting(META, trees=40, n_folds=3)
