@@ -344,8 +344,13 @@ def test_prune_counts_and_errors(tiny):
     for method in ("magnitude", "random"):
         new = dict(lpa.prune_mlp(tiny.model, 0.3, method).named_parameters())
         for name, p in tiny.model.named_parameters():
-            zeros = int((new[name] == 0).sum()) - int((p == 0).sum())
-            assert zeros == (round(0.3 * p.numel()) if "mlp" in name else 0) or int((p == 0).sum())
+            q, were = new[name], int((p == 0).sum())
+            if "mlp" not in name:
+                assert torch.equal(p, q)
+                continue
+            k, zeros = round(0.3 * p.numel()), int((q == 0).sum())
+            assert torch.equal(p[q != 0], q[q != 0])  # what is left is untouched
+            assert zeros == max(k, were) if method == "magnitude" else k <= zeros <= k + were
 
     class Net(nn.Module):
         def __init__(self):
@@ -365,6 +370,19 @@ def test_prune_counts_and_errors(tiny):
         lpa.TinyChange(ints, prune=())
     with pytest.raises(ValueError, match="other parameters"):
         lpa.share_changed(net, nn.Linear(2, 2))
+
+
+def test_variants_and_examples_say_what_is_wrong(tiny):
+    one = [experiments.text_batch(tiny.tokenizer, "a single example")]
+    with pytest.raises(ValueError, match="512 steps, but finetune_batches holds 1 examples: give at least 512"):
+        lpa.TinyChange(tiny.model, finetune_batches=one)
+    variant = next(iter(lpa.TinyChange(tiny.model, noise=(0.1,), prune=())))
+    copy = dataclasses.replace(variant, kind="mine")
+    assert (copy.kind, copy.level) == ("mine", 0.0) and weights_sha256(copy.model) == weights_sha256(tiny.model)
+    net, other = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        net.weight[:], other.weight[:] = torch.tensor([0.0, 1.0]), torch.tensor([2.0, 1.0])
+    assert (lpa.share_changed(net, other), lpa.share_changed(net, other, nonzero=True)) == (0.5, 0.0)
 
 
 def test_noise_is_drawn_in_float32_and_rounded_once(tiny):
@@ -676,14 +694,19 @@ def jsonl(path, rows):
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
+CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
 def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
-    tiny_lm(d_model=32, n_layers=2, max_positions=2048, seed=0).save_pretrained(tmp_path / "model")
+    lm = tiny_lm(d_model=32, n_layers=2, max_positions=2048, seed=0)
+    lm.tokenizer.chat_template = CHAT
+    lm.save_pretrained(tmp_path / "model")
     jsonl(
         tmp_path / "lmsys.jsonl",
         [
             {
                 "conversation": [
-                    {"role": "user", "content": f"question {i}"},
+                    {"role": "user", "content": f"question {i}" * (200 if i == 0 else 1)},  # the first leaves no room
                     {"role": "assistant", "content": f"answer {i}"},
                 ]
             }
@@ -699,13 +722,25 @@ def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
     full = execute(tmp_path / "full", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     assert {c["id"] for c in full["claims"] if c["verdict"] == "not run"} == {"level-in-time", "monitor"}
     assert {c["scale"] for c in full["claims"]} == {"mechanism"}  # a check of the path, nothing about the paper
-    (tmp_path / "lmsys.jsonl").unlink(), (tmp_path / "mmlu.jsonl").unlink()
+    (onestep,) = (c for c in full["claims"] if c["id"] == "onestep")
+    assert "1 conversations passed over" in onestep["note"] and "distinct answers among 16" in onestep["note"]
+    rows = (tmp_path / "lmsys.jsonl").read_text().splitlines()
+    (tmp_path / "lmsys.jsonl").write_text("\n".join(rows[:4]) + "\n")  # three of them can be used, four are needed
+    (tmp_path / "mmlu.jsonl").unlink()
     part = execute(tmp_path / "part", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     reasons = {c["id"]: c["reason"] for c in part["claims"] if c["verdict"] == "not run"}
     assert (
         set(reasons) == {"level-in-time", "monitor", "auc", "prune", "onestep", "lora"}
-        and "lmsys" in reasons["onestep"]
+        and reasons["onestep"] == "lmsys: 3 of 4 conversations can be used, 4 are needed"
+        and "mmlu.jsonl" in reasons["auc"]
     )
+
+
+def test_gpu_profile_without_the_model_still_measures_the_level(tmp_path):
+    r = execute(tmp_path, profile="gpu", device="cpu", model=str(tmp_path / "nowhere"))
+    verdicts = {c["id"]: c for c in r["claims"]}
+    assert {k for k, c in verdicts.items() if c["verdict"] != "not run"} == {"level"}
+    assert all("nowhere is not to be had" in c["reason"] for k, c in verdicts.items() if k not in ("level", "level-in-time", "monitor"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
