@@ -618,7 +618,9 @@ def test_the_cache_is_keyed_by_prompt_and_weights(tmp_path, monkeypatch):
 def test_gpu_profile_on_a_tiny_model(tmp_path):
     from icl26.lm import tiny_lm
 
-    tiny_lm(d_model=16, n_layers=1, n_heads=2, style="llama", max_positions=8192).save_pretrained(tmp_path / "tiny")
+    lm = tiny_lm(d_model=16, n_layers=1, n_heads=2, style="llama", max_positions=8192)
+    lm.model.get_input_embeddings().weight.data[lm.tokenizer.eos_token_id] *= 2            # texts that end, so that the test does
+    lm.save_pretrained(tmp_path / "tiny")
     path = reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "tiny"), ICL26_BED_TARGETS="2", ICL26_BED_TURNS="2",
                      ICL26_BED_ANSWERER=str(tmp_path / "tiny"), ICL26_BED_DEAR="", ICL26_CACHE=str(tmp_path / "cache"))
     record = load_results(path)
