@@ -133,5 +133,5 @@ def covariate_shift(
     a, b = np.asarray(X_gold, float), np.asarray(X_pref, float)
     spread = np.sqrt((a.var(0) + b.var(0)) / 2)
     difference = a.mean(0) - b.mean(0)
-    apart = np.where(difference == 0, 0.0, np.sign(difference) * np.inf)
+    apart = np.where(difference == 0, 0.0, np.copysign(np.inf, difference))
     return np.divide(difference, spread, out=apart, where=spread > 0)
