@@ -35,7 +35,7 @@ from .structured import policy_cost, structured_search
 # %% ../../../nbs/decision/queueing/06_experiments.ipynb #f0a70d69
 FAR, NEAR, RTOL = 170, 0.12, 1e-8  # buffer, share of it that is looked at, tolerance relative to the largest value
 
-
+# %% ../../../nbs/decision/queueing/06_experiments.ipynb #e7277b69
 def random_operator(rng: np.random.Generator, d: int = 2) -> Operator:
     "An operator of the alphabet on random queues with random parameters."
     kind = str(rng.choice(list(KINDS)))

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def extract_score(text: str) -> float:
     "The first number of a text, clipped to [0, 1]; 0 if there is none."
     found = re.search(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|-?\.\d+", text)
     value = float(found[0]) if found else 0.0
-    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+    return min(max(value, 0.0), 1.0)
 
 # %% ../../../nbs/decision/queueing/04_mcts.ipynb #5805f6db
 def plain_numbers(x: object) -> object:
@@ -188,7 +189,7 @@ def prompt_for(
 class Formulation:
     "What a search found."
 
-    graph: OperatorGraph | None  # None: nothing valid was found
+    graph: OperatorGraph | None  # None: nothing valid was found, or without solver feedback the best-scored one is invalid
     score: float  # mean reward of the winner, 0 if there is none
     n_calls: int  # samples that the model gave
     trace: list = field(repr=False, default_factory=list)  # one dict a call: stage, attempt, error
@@ -291,8 +292,8 @@ def converges(graph: OperatorGraph, key: tuple) -> bool:
 class Pool:
     "Rewards of complete formulations; those that mean the same share theirs."
 
-    def __init__(self):
-        self.rewards, self.first, self.graphs = {}, {}, {}
+    def __init__(self, solver_feedback: bool):
+        self.solver_feedback, self.rewards, self.first, self.graphs = solver_feedback, {}, {}, {}
 
     def graph(self, fragments: Sequence) -> tuple[OperatorGraph | None, object]:
         "The graph of a formulation (None if it is not valid) and its key, once for each text."
@@ -302,10 +303,10 @@ class Pool:
             self.graphs[text] = graph, text if graph is None else graph_key(graph)
         return self.graphs[text]
 
-    def usable(self, fragments: Sequence, solver_feedback: bool) -> bool:
-        "Whether a formulation may be rewarded: with solver feedback it must be valid and its solver converge."
+    def usable(self, fragments: Sequence) -> bool:
+        "Whether a formulation may be rewarded and win: with solver feedback it must be valid and its solver converge."
         graph, key = self.graph(fragments)
-        return not solver_feedback or (graph is not None and converges(graph, key))
+        return not self.solver_feedback or (graph is not None and converges(graph, key))
 
     def add(self, fragments: Sequence, reward: float) -> float:
         "Record a reward; returns it."
@@ -315,16 +316,14 @@ class Pool:
         return reward
 
     def best(self, asker: Asker) -> Formulation:
-        "The formulation with the largest mean reward, then the one that was scored more often, then the earlier."
-        ranked = sorted(self.rewards, key=lambda k: (-np.mean(self.rewards[k]), -len(self.rewards[k])))
-        calls = asker.used
-        if not ranked:
-            return Formulation(None, 0.0, calls, asker.trace)
-        graph, score = self.graph(self.first[ranked[0]])[0], float(np.mean(self.rewards[ranked[0]]))
-        if graph is None or score == 0:
-            return Formulation(None, 0.0, calls, asker.trace)
-        fragments = self.first[ranked[0]]
-        return Formulation(graph, score, calls, asker.trace, assemble(fragments) if len(fragments) == 4 else fragments[0])
+        "The usable formulation with the largest mean reward, then the one that was scored more often, then the earlier."
+        usable = [k for k in self.rewards if self.usable(self.first[k])]
+        winner = min(usable, key=lambda k: (-mean(self.rewards[k]), -len(self.rewards[k])), default=None)
+        graph = None if winner is None else self.graph(self.first[winner])[0]
+        if graph is None:
+            return Formulation(None, 0.0, asker.used, asker.trace)
+        fragments = self.first[winner]
+        return Formulation(graph, mean(self.rewards[winner]), asker.used, asker.trace, assemble(fragments) if len(fragments) == 4 else fragments[0])
 
 # %% ../../../nbs/decision/queueing/04_mcts.ipynb #96642ce5
 class MCTSFormulator:
@@ -370,7 +369,7 @@ class MCTSFormulator:
         "Search for a formulation of a problem. ValueError for an empty text."
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"text: the problem in words is needed, got {text!r}")
-        asker, pool = self.asker(), Pool()
+        asker, pool = self.asker(), Pool(self.solver_feedback)
 
         def expand(state):
             if state and isinstance(state[-1], Dead):
@@ -385,7 +384,7 @@ class MCTSFormulator:
             return list(children.values())
 
         def evaluate(state):
-            return pool.add(state, asker.score(text, state) if pool.usable(state, self.solver_feedback) else 0.0)
+            return pool.add(state, asker.score(text, state) if pool.usable(state) else 0.0)
 
         uct((), expand, evaluate, self.n_rollouts, self.c, self.seed)
         return pool.best(asker)
@@ -424,7 +423,7 @@ class Prompting:
         "Attempt a formulation. ValueError for an empty text."
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"text: the problem in words is needed, got {text!r}")
-        asker, pool = Asker(self.lm, **self.settings), Pool()
+        asker, pool = Asker(self.lm, **self.settings), Pool(self.solver_feedback)
         try:
             for _ in range(self.attempts):
                 state = ()
@@ -435,7 +434,7 @@ class Prompting:
                     state = (*state, found)
                 else:
                     alone = self.attempts == 1 or self.frequent  # nothing to choose by score: none is needed
-                    usable = pool.usable(state, self.solver_feedback)
+                    usable = pool.usable(state)
                     pool.add(state, 0.0 if not usable else 1.0 if alone else asker.score(text, state))
         except StopSearch:
             pass  # the budget is spent: what was found so far counts

@@ -12,9 +12,9 @@ __all__ = ['MAX_QUEUES', 'MAX_STATES', 'MAX_EVENTS', 'FIELDS', 'count_graphs', '
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,8 +38,9 @@ def uniformize(
     discount_rate: float,  # alpha, per unit of time
 ) -> tuple[np.ndarray, float]:  # probabilities of the events, and the discount from one event to the next
     "Event probabilities and discount of the uniformized chain. ValueError for rates or a discount rate that are not positive."
-    if not len(rates) or not all(is_finite(r) and r > 0 for r in rates):
-        raise ValueError(f"rates: positive finite numbers are needed, got {list(rates)!r}")
+    rates = list(rates) if isinstance(rates, Iterable) else rates
+    if not isinstance(rates, list) or not rates or not all(is_finite(r) and r > 0 for r in rates):
+        raise ValueError(f"rates: positive finite numbers are needed, got {rates!r}")
     if not is_finite(discount_rate) or discount_rate <= 0:
         raise ValueError(f"discount_rate: a positive finite number is needed, got {discount_rate!r}")
     total = sum(map(float, rates))
@@ -81,6 +82,12 @@ def check_cost(cost: np.ndarray | Sequence[float], shape: tuple) -> np.ndarray:
 
 def check_events(events: Sequence, d: int) -> list[tuple[Operator, float]]:
     "The events as a list of (Operator, probability). ValueError for a queue that is not there or probabilities that are none."
+    if not isinstance(events, Iterable):
+        raise ValueError(f"events: a sequence of pairs (Operator, probability) is needed, got {events!r}")
+    events = list(events)
+    for k, event in enumerate(events):
+        if not isinstance(event, Sequence) or len(event) != 2 or not isinstance(event[1], Real):
+            raise ValueError(f"events[{k}]: a pair (Operator, probability) is needed, got {event!r}")
     events = [(op, float(p)) for op, p in events]
     for k, (op, p) in enumerate(events):
         if not isinstance(op, Operator):
@@ -106,8 +113,8 @@ class OperatorGraph:
         cost: np.ndarray | tuple,  # cost of every state for one step, or d holding costs
         discount: float,  # gamma, 0 <= gamma < 1
     ):
-        capacity = tuple(capacity)
-        if not capacity or any(isinstance(b, bool) or not isinstance(b, Integral) or b < 1 for b in capacity):
+        capacity = tuple(capacity) if isinstance(capacity, Iterable) else capacity
+        if not isinstance(capacity, tuple) or not capacity or any(isinstance(b, bool) or not isinstance(b, Integral) or b < 1 for b in capacity):
             raise ValueError(f"capacity: whole numbers of at least 1, one for each queue, are needed, got {capacity!r}")
         if not is_finite(discount) or not 0 <= discount < 1:
             raise ValueError(f"discount: must lie in [0, 1), got {discount!r}")
@@ -262,7 +269,7 @@ FIELDS = ("parameters", "queues", "holding_cost", "discount_rate", "events")
 def check_fields(stage: str, where: str, obj: object, needed: Sequence[str], allowed: Sequence[str] = ()) -> Mapping:
     "An object with these fields and no others. FormulationError names the field."
     if not isinstance(obj, Mapping):
-        raise FormulationError(stage, f"{where}: an object with {', '.join(needed)} is needed, got {type(obj).__name__}")
+        raise FormulationError(stage, f"{where}: an object{' with ' * bool(needed)}{', '.join(needed)} is needed, got {type(obj).__name__}")
     if missing := [f for f in needed if f not in obj]:
         raise FormulationError(stage, f"{where}: the field {missing[0]!r} is missing")
     if unknown := [f for f in obj if f not in (*needed, *allowed)]:
@@ -353,8 +360,9 @@ def check_operator(name: str, said: Mapping, queues: Sequence[str]) -> Operator:
         raise FormulationError("m4", f"{where}.queues: a list of queue names is needed, got {named!r}")
     if unknown := [q for q in named if q not in queues]:
         raise FormulationError("m4", f"{where}.queues: there is no queue {unknown[0]!r}; the queues are {', '.join(queues)}")
+    params = said.get("params")
     try:
-        return Operator(kind, tuple(queues.index(q) for q in named), said.get("params") or {})
+        return Operator(kind, tuple(queues.index(q) for q in named), {} if params is None else params)
     except ValueError as e:
         raise FormulationError("m4", f"{where}: {e}") from None
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -119,16 +120,19 @@ class Operator:
 
     kind: str  # a key of `KINDS`
     queues: tuple = ()  # 0-based indices, in the order that the table gives them
-    params: dict = field(default_factory=dict)  # reject_cost, servers, effort_cost or cost
+    params: Mapping = field(default_factory=dict)  # reject_cost, servers, effort_cost or cost; read-only
 
     def __post_init__(self):
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ValueError(f"kind: {self.kind!r} is not one of {', '.join(KINDS)}")
         object.__setattr__(self, "queues", check_queues(self.kind, self.queues))
-        object.__setattr__(self, "params", check_params(self.kind, self.params))
+        object.__setattr__(self, "params", MappingProxyType(check_params(self.kind, self.params)))
 
     def __hash__(self):
         return hash((self.kind, self.queues, tuple(self.params.items())))
+
+    def __reduce__(self):  # a read-only mapping cannot be pickled
+        return Operator, (self.kind, self.queues, dict(self.params))
 
     def __repr__(self) -> str:
         inside = [str(q) for q in self.queues] + [f"{k}={v:g}" for k, v in self.params.items()]

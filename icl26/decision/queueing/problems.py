@@ -80,7 +80,7 @@ power. Discount at 0.1 a minute. Which requests should be refused?""",
     ("connection ends", 5.0, "TMD", ["link"], dict(servers=10)))
 
 problem("toll_gate", """
-Lorries reach a weighbridge at 2.2 an hour. The guard may wave a lorry on unweighed at a fine of 3. Up to 18 lorries can stand on the ramp. Weighing is completed at 2.4 an hour. Twice an hour a clock signal is logged, which changes nothing. A lorry on the ramp costs 0.8 an hour. The discount rate is 0.2 an hour. Which
+Lorries reach a weighbridge at 2.2 an hour. The guard may wave a lorry on unweighed at a fine of 3. Up to 18 lorries can stand on the ramp. Weighing is completed at 2.4 an hour. A clock signal is logged 2 times an hour, which changes nothing. A lorry on the ramp costs 0.8 an hour. The discount rate is 0.2 an hour. Which
 lorries should be waved on?""",
     dict(ramp=18), dict(ramp=0.8), 0.2, ("lorry", 2.2, "TCA", ["ramp"], dict(reject_cost=3)), ("weighed", 2.4, "TD", ["ramp"]), ("clock", 2.0, "TI", []))
 

@@ -9,6 +9,7 @@ __all__ = ['Report', 'solve_system', 'Mistake', 'read_text', 'check_output', 'op
 # %% ../../../nbs/decision/queueing/08_use.ipynb #c6762900
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ class Report:
             proved = self.structure.policies.get(k, "").replace("_", " ")
             out.append(f"{names[k]} ({op.kind}): {self.first_states(k)}")
             if proved:
-                ways = ", ".join(f"{'more' if s > 0 else 'less'} with {self.queues[q]}" for q, s in self.structure.directions[k].items())
+                ways = ", ".join(f"{'more' if s > 0 else 'less'} often as {self.queues[q]} fills" for q, s in self.structure.directions[k].items())
                 out.append(f"  proved without solving, for unlimited buffers: {proved}; {self.actions(k)[1]} {ways}")
                 out.append(f"  {self.seen_on_the_buffer(k)}")
             else:
@@ -205,8 +206,10 @@ def run_solve(args) -> int:
     "icl26 use queueing solve."
     for option in ("plot", "out"):
         check_output(getattr(args, option), f"--{option}", [args.system])
-    if not args.tol > 0:
-        raise Mistake(f"--tol {args.tol}: a positive number is needed")
+    if args.plot is not None and Path(args.plot).suffix.lower() != ".png":
+        raise Mistake(f"--plot {args.plot}: a PNG file is written, its name must end in .png")
+    if not (math.isfinite(args.tol) and args.tol > 0):
+        raise Mistake(f"--tol {args.tol}: a positive finite number is needed")
     try:
         report = solve_system(read_text(args.system), args.tol)
     except FormulationError as e:
@@ -240,7 +243,7 @@ def run_formulate(args) -> int:
     wrong = sum(t["error"] is not None for t in found.trace)
     print(f"{found.n_calls} answers of the model, {wrong} of them ill-formed")
     if found.graph is None:
-        last = next((t["error"] for t in reversed(found.trace) if t["error"]), "the model gave every formulation the score 0")
+        last = next((t["error"] for t in reversed(found.trace) if t["error"]), "the solver converged on none")
         print(f"no valid formulation was found; the last error: {last}", file=sys.stderr)
         return 1
     spec = {k: v for k, v in found.spec.items() if k != "parameters"}
