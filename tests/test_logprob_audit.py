@@ -793,3 +793,16 @@ def test_five_raw_log_probabilities_again():
         again = monitor.observe(lm, prompt, i, traffic=traffic, batch_size=lm.batch_size, seed=seed)
         assert set(again) == set(stored[i])
         np.testing.assert_allclose([again[t] for t in stored[i]], list(stored[i].values()), atol=1e-6)
+
+
+def test_the_noise_of_changes_follows_the_seed(monkeypatch):
+    "Seed 0 is what a change without a seed gets; another seed is other noise."
+    from icl26.evaluation.logprob_audit import experiments
+
+    lm = tiny_lm(d_model=16, n_layers=1)
+    monkeypatch.setattr(experiments, "open_model", lambda **spec: lm)
+    ask = lambda *change: experiments.answers_leg({}, ("noise", 0.1, *change), [("x", 2, ["ab"])], 1)["observations"]
+    assert ask() == ask(0) != ask(3)
+    first = lambda model: next(iter(model.parameters())).detach().sum().item()
+    draw = lambda **how: [first(m) for *_, m in experiments.small_variants(lm, [("noise", 0.1)], "text", **how)]
+    assert draw() == draw(seed=0) != draw(seed=1)

@@ -86,13 +86,13 @@ def change_model(
 
 def answers_leg(
     spec: Mapping,  # arguments of open_model
-    change: Sequence | None,  # (kind, level), or None for the original
+    change: Sequence | None,  # (kind, level, seed), without a seed 0; or None for the original
     asked: Sequence,  # (tracked prompt, observations to collect, texts that share the batch) each
     seed: int,  # of rows and texts
 ) -> dict:  # observations by prompt, shares of weights changed
     "Answers of the original or of one variant, in traffic."
     start, lm = time.process_time(), open_model(**spec)
-    model = lm.model if change is None else change_model(lm.model, *change, 0)
+    model = lm.model if change is None else change_model(lm.model, *change[:2], *(change[2:] or [0]))
     found = {
         p: collect(like(lm, model), p, n=n, traffic=texts, batch_size=lm.batch_size, seed=seed) for p, n, texts in asked
     }
@@ -269,18 +269,19 @@ def small_variants(
     changes: Sequence[tuple[str, float]],  # (kind, level)
     text: str,  # examples for fine-tuning are cut from it
     length: int = 48,  # tokens of an example
+    seed: int = 0,  # of noise, random pruning and adapters
 ):
     "Yield (kind, level, changed model)."
     most = int(max([level for kind, level in changes if kind.startswith("finetune")], default=0))
     pieces = [text[i * length : (i + 1) * length] for i in range(most)]
     batches = [text_batch(lm.tokenizer, p, length) for p in pieces]
-    change = TinyChange(lm.model, noise=(), prune=(), finetune=(), finetune_batches=batches)
+    change = TinyChange(lm.model, noise=(), prune=(), finetune=(), finetune_batches=batches, seed=seed)
     for kind, level in changes:
         yield kind, level, change.build(kind, int(level) if kind.startswith("finetune") else level)
 
 # %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #b261975e
 def small_leg(
-    seed: int,  # of the model's weights and training
+    seed: int,  # of the model's weights and training, and of the changes
     changes: Sequence[tuple[str, float]],  # (kind, level)
     sizes: Mapping,  # d_model, n_layers, steps, original, fresh, variant: sizes of model and pools
     task: Mapping,  # as small_task
@@ -306,7 +307,7 @@ def small_leg(
     pools, shares = {"original": fill_pools(lm, task, n0, n0, 1000 * seed)}, {}
     if n1:
         pools["fresh"] = fill_pools(lm, task, n1, n1, 1000 * seed + 999)
-    for i, (kind, level, model) in enumerate(small_variants(lm, changes, text[int(0.9 * len(text)) :]), 1):
+    for i, (kind, level, model) in enumerate(small_variants(lm, changes, text[int(0.9 * len(text)) :], seed=seed), 1):
         label = f"{kind} {level:g}"
         shares[label] = share_changed(lm.model, model)
         pools[label] = fill_pools(like(lm, model), task, n2, n2, 1000 * seed + i)
