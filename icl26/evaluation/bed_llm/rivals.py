@@ -51,6 +51,8 @@ class PromptOnly(Player):
         "One question as the model writes it; empty if there is none."
         text = self.world.write(next_question_prompt(self.world.topic, self.answers, self.history, self.reason), "next question", self.rng,
                                 tokens=512 if self.reason else 48, temperature=self.temperature)
+        if self.reason and "Question:" not in text:                          # a thought is no question
+            return next((x for x in reversed(parse_list(text)) if x.endswith("?")), "")
         text = text.rpartition("Question:")[2] if self.reason else text
         return next(iter(parse_list(text)), "").removeprefix("Question:").strip()
 
@@ -145,11 +147,14 @@ class DataEstimation(PromptOnly):
         return [[n[0].rstrip(".") for t in texts if (n := parse_list(t))] for texts in said]
 
     def ask(self) -> str:
-        "The candidate with the greatest gain. NoQuestionLeft."
+        "The candidate with the greatest gain, of a list that is asked for up to three times. NoQuestionLeft."
         if self._pending is None:
             w, h = self.world, list(self.history)
             now = self.sample_names([h])[0]
-            if not (questions := self.unasked(w.propose_questions(h, list(dict.fromkeys(now)), self.n_questions, self.rng))):
+            for _ in range(3):                                               # as often as the others try
+                if questions := self.unasked(w.propose_questions(h, list(dict.fromkeys(now)), self.n_questions, self.rng)):
+                    break
+            else:
                 raise NoQuestionLeft("no question is left that was not asked")
             with w.lm.at("prediction"):
                 raw = answer_logprobs(w.lm, [predict_prompt(w.topic, self.answers, h, x) for x in questions], self.answers)
