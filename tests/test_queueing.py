@@ -21,6 +21,7 @@ from icl26.decision.queueing.use import main
 from icl26.lm import ScriptedLM, tiny_lm
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
+from icl26.stats import bootstrap_ci, loglog_slope, mean_interval, t_interval, wilson
 
 ROOT = Path(__file__).resolve().parent.parent
 ICL26 = Path(sys.executable).with_name("icl26")
@@ -88,6 +89,8 @@ def test_operators_are_values():
     assert pickle.loads(pickle.dumps(a)) == a and (a.kind, a.queues, a.params) == ("TCA", (0,), {"reject_cost": 2.0})
     with pytest.raises(AttributeError):
         a.kind = "TD"
+    with pytest.raises(TypeError, match="assignment"):
+        a.params["reject_cost"] = -5
     with pytest.raises(ValueError, match="axis"):
         op("TD", 2).apply(np.zeros((3, 3)))
 
@@ -157,7 +160,7 @@ def test_uniformize():
     p, gamma = q.uniformize([1, 3], 1)
     np.testing.assert_allclose(p, [0.25, 0.75])
     assert gamma == 0.8
-    for bad in (([], 1), ([0], 1), ([-1, 2], 1), ([1], 0), ([1], -1), ([np.inf], 1), ([1], np.nan), ([1e300, 1e308, 1.7e308], 1), ([1], 1e-300)):
+    for bad in (([], 1), ([0], 1), ([-1, 2], 1), ([1], 0), ([1], -1), ([np.inf], 1), ([1], np.nan), ([1e300, 1e308, 1.7e308], 1), ([1], 1e-300), (2, 1), (None, 1), ("ab", 1), ([1], "1")):
         with pytest.raises(ValueError):
             q.uniformize(*bad)
 
@@ -166,7 +169,8 @@ def test_uniformize():
     (dict(capacity=(0, 3)), "capacity"), (dict(capacity=()), "capacity"), (dict(capacity=(3.5, 3)), "capacity"), (dict(discount=1), "discount"), (dict(discount=-0.1), "discount"),
     (dict(discount=np.nan), "discount"), (dict(events=[(op("TA", 0), 0.5)]), "sum to 1"), (dict(events=[(op("TA", 0), 1.5), (op("TD", 0), -0.5)]), "probability"),
     (dict(events=[(op("TA", 2), 1.0)]), "queue 2"), (dict(events=[]), "sum to 1"), (dict(events=[("TA", 1.0)]), "Operator"), (dict(cost=(1.0,)), "cost"), (dict(cost=np.zeros((3, 3))), "cost"),
-    (dict(cost=(1.0, np.inf)), "finite"), (dict(cost=("a", "b")), "cost"),
+    (dict(cost=(1.0, np.inf)), "finite"), (dict(cost=("a", "b")), "cost"), (dict(capacity=3), "capacity"), (dict(capacity=None), "capacity"), (dict(events=3), "events"),
+    (dict(events=[op("TA", 0)]), "pair"), (dict(events=[(op("TA", 0), "1")]), "pair"), (dict(events=[(op("TA", 0),)]), "pair"),
 ])
 def test_bad_graphs(change, message):
     good = dict(capacity=(3, 4), events=[(op("TA", 0), 0.5), (op("TD", 1), 0.5)], cost=(1.0, 2.0), discount=0.9)
@@ -275,7 +279,8 @@ def changed(path, value):
     (changed(["events", 0, "operator"], "TX"), "m4", "TX"), (changed(["events", 0, "operator"], KeyError), "m4", "operator"), (changed(["events", 0, "operator"], ["TA"]), "m4", "operator"),
     (changed(["events", 0, "queues"], ["bed"]), "m4", "bed"), (changed(["events", 0, "queues"], []), "m4", "queues"), (changed(["events", 0, "queues"], "clinic"), "m4", "queues"),
     (changed(["events", 0, "queues"], [["clinic"]]), "m4", "queue"), (changed(["events", 0, "params"], {}), "m4", "reject_cost"), (changed(["events", 0, "params"], {"reject_cost": -2}), "m4", "reject_cost"),
-    (changed(["events", 0, "param"], {}), "m4", "param"),
+    (changed(["events", 0, "param"], {}), "m4", "param"), ("[]", "m1", "an object is needed, got list"),
+    *((changed(["events", 1, "params"], x), "m4", "params") for x in ([], 0, "", False)),
 ])
 def test_bad_formulations_name_level_and_field(spec, stage, field):
     with pytest.raises(q.FormulationError, match=re.escape(field)) as e:
@@ -289,6 +294,7 @@ def test_formulations_parse_and_absent_costs_are_zero():
     assert g.capacity == (15,) and [p for _, p in g.events] == pytest.approx([1 / 2.2, 1.2 / 2.2]) and g.discount == pytest.approx(2.2 / 2.3)
     assert g.cost[1] == pytest.approx(1 / 2.3) and g.events[0][0].params == {"reject_cost": 6.0}
     assert (q.parse_formulation(changed(["holding_cost"], KeyError)).cost == 0).all()
+    assert q.parse_formulation(changed(["events", 1, "params"], None)).events[1][0] == op("TD", 0)
     assert q.parse_formulation(changed(["parameters"], {"a": 1, "b": "x", "c": [1, {"d": None}]})).cost.shape == (16,)
 
 
@@ -420,10 +426,31 @@ def test_a_right_model_is_understood():
         assert set(seen) == {"m1", "m2", "m3", "m4", "score"}
 
 
-@pytest.mark.parametrize("score, want", [("0.35 or so", 0.35), ("7", 1.0), ("-2", 0.0), ("no idea", 0.0)])
+@pytest.mark.parametrize("score, want", [("0.35 or so", 0.35), ("7", 1.0), ("1e400", 1.0), ("-2", 0.0), ("0", 0.0), ("no idea", 0.0)])
 def test_scores(score, want):
     f = q.MCTSFormulator(ScriptedLM(perfect(BY_NAME["clinic"], score)), n_rollouts=1).formulate(BY_NAME["clinic"].text)
-    assert f.score == want and (f.graph is None) == (want == 0)
+    assert f.score == want and q.formulation_correct(f.graph, BY_NAME["clinic"].graph)       # valid, whatever its score
+    assert f.spec is not None and q.parse_formulation(f.spec).capacity == f.graph.capacity
+
+
+def test_the_mean_of_equal_scores_is_that_score():
+    assert q.MCTSFormulator(ScriptedLM(perfect(BY_NAME["clinic"], "0.8"))).formulate(BY_NAME["clinic"].text).score == 0.8
+
+
+def test_an_invalid_formulation_wins_only_without_solver_feedback():
+    p, count = BY_NAME["clinic"], iter(range(10_000))
+
+    def script(prompt):
+        if stage_of(prompt) == "score":
+            return "0.9" if "TXX" in prompt.split("Operators:")[0] else "0"
+        said = perfect(p)(prompt)
+        return said.replace("TCA", "TXX") if stage_of(prompt) == "m4" and next(count) % 2 else said
+
+    def search(sf):
+        return q.MCTSFormulator(ScriptedLM(script), n_rollouts=4, syntax_check=False, solver_feedback=sf).formulate(p.text)
+
+    assert q.formulation_correct(search(True).graph, p.graph) and search(True).score == 0
+    assert (search(False).graph, search(False).score) == (None, 0.0)
 
 
 def test_repairs_get_the_error_and_are_limited():
@@ -546,6 +573,7 @@ def test_solve_command(tmp_path, capsys):
 @pytest.mark.parametrize("argv, said", [
     (["solve", "missing.json"], "No such file"), (["solve", "bad.json"], "discount_rate"), (["solve", "half.json"], "not valid JSON"), (["solve", "binary.json"], "UTF-8"),
     (["solve", "s.json", "--out", "s.json"], "overwrite"), (["solve", "s.json", "--out", "nowhere/x.json"], "cannot be written"), (["solve", "s.json", "--tol", "0"], "--tol"),
+    (["solve", "s.json", "--tol", "inf"], "--tol inf"), (["solve", "s.json", "--tol", "nan"], "--tol nan"), (["solve", "s.json", "--plot", "p.xyz"], ".png"), (["solve", "s.json", "--plot", "p"], ".png"),
     (["formulate", "empty.txt", "--model", "x"], "empty"), (["formulate", "t.txt", "--model", "no/such/folder/here"], "--model"), (["formulate", "t.txt", "--model", "x", "--seed", "-1"], "--seed"),
     (["formulate", "t.txt"], "--model"), (["nothing"], "invalid choice"),
 ])
@@ -556,7 +584,7 @@ def test_mistakes_are_one_line(argv, said, tmp_path, monkeypatch, capsys):
     Path("half.json").write_text('{"queues"'), Path("binary.json").write_bytes(b"\xff\xfe\x00"), Path("empty.txt").write_text(" \n"), Path("t.txt").write_text("A queue.")
     assert main(argv) == 2
     err = capsys.readouterr().err
-    assert said in err and "Traceback" not in err
+    assert said in err and "Traceback" not in err and not list(Path().glob("p*"))
 
 
 def test_formulate_command(tmp_path, monkeypatch, capsys):
@@ -573,21 +601,52 @@ def test_formulate_command(tmp_path, monkeypatch, capsys):
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 
+def expected(part, seed):
+    "Estimate and interval of a part from its values or counts; None: there is nothing to compute them from."
+    values, label = part.get("values"), part["label"]
+    if part.get("k") is not None:
+        i = wilson(part["k"], part["n"])
+        return i.estimate, i.low, i.high
+    if label.startswith("exponent"):
+        i = loglog_slope([5, 10, 20, 40, 80], np.reshape(values, (part["n"], -1)), n_resamples=2000, seed=seed)
+        return i.estimate, i.low, i.high
+    if label.startswith(("complete", "beside: random graphs, policies")):
+        i = bootstrap_ci(np.reshape(values, (-1, 2)).astype(float), lambda b, axis: b[..., 0].sum(axis) / b[..., 1].sum(axis), method="percentile", n_resamples=4000, seed=0)
+        return i.estimate, i.low, i.high
+    if values is None:
+        return None
+    if label.startswith(("speed-up", "cost gap")):
+        return (min if label.startswith("speed") else max)(values), None, None
+    i = t_interval(values) if np.ptp(values) == 0 else mean_interval(values, seed=seed)
+    return i.estimate, i.low, i.high
+
+
 def check_run(record):
-    "Every verdict follows from the recorded numbers and intervals from the recorded values."
+    "Every verdict follows from the recorded numbers, and every estimate and interval from the recorded values. Number of parts that were checked."
+    checked = 0
     for c in record["claims"]:
         assert recompute(c)[0] == c["verdict"]
-        for part in c["values"] or []:
-            if isinstance(part, dict) and part["label"].startswith(("accuracy", "tree", "beside: tree", "beside: accuracy")):
-                assert np.mean(part["values"]) == pytest.approx(part["measured"])
-            if isinstance(part, dict) and part["label"].startswith(("complete", "beside: random")):
-                k, n = np.reshape(part["values"], (-1, 2)).sum(0)
-                assert k / n == pytest.approx(part["measured"])
+        parts = {p["label"]: p for p in c["values"] or []}
+        for label, part in parts.items():
+            if (want := expected(part, record["parameters"]["seed"])) is not None:
+                got = [part[k] for k in ("measured", "ci_low", "ci_high")]
+                assert [g is None for g in got] == [w is None for w in want], label
+                np.testing.assert_allclose([g for g in got if g is not None], [w for w in want if w is not None], rtol=1e-7, atol=1e-12, err_msg=label)
+                checked += 1
+        if c["id"] == "C3" and parts:
+            for better, worse in (("SF", "none"), ("SF+SC", "SF")):
+                assert parts[f"apart {better} − {worse}"]["measured"] == pytest.approx(parts[f"accuracy {better}"]["ci_low"] - parts[f"accuracy {worse}"]["ci_high"])
+                checked += 1
+        if c["id"] == "C4" and parts:
+            judged = parts["tree − best of n"]
+            assert [c["difference"][k] for k in ("value", "ci_low", "ci_high")] == [judged[k] for k in ("measured", "ci_low", "ci_high")]
+            assert c["measured"] - c["baseline"]["value"] == pytest.approx(judged["measured"])
+    return checked
 
 
 def against(c):
     "The recorded parts, spoiled."
-    worst = {"C1": 1.0, "C2": 0.0, "C3": -0.5, "C4": -0.5, "C5": 9.0, "C6": 0.5, "own-C7": 0.5}[c["id"]]
+    worst = {"C1": 1.0, "C2": 0.0, "C3": -0.5, "C4": -0.5, "C5": 9.0, "C6": 0.5, "own-C7": 0.5, "own-C8": 1.0}[c["id"]]
     spoil = lambda p: {**p, "measured": worst, "ci_low": worst - 0.01, "ci_high": worst + 0.01}
     return [spoil(p) for p in c["values"]]
 
@@ -596,16 +655,13 @@ def test_the_committed_run():
     record = load_results(ROOT / "results/decision/queueing/results.json")
     claims = {c.id: c for c in q.claims("cpu")}
     assert [c["id"] for c in record["claims"]] and {c["id"] for c in record["claims"]} == set(claims) and record["incomplete"] is None
-    check_run(record)
+    assert check_run(record) > 30
     for c in record["claims"]:
         assert c["verdict"] != "not run" and measurement(claims[c["id"]], parts=against(c))["verdict"] == "not reproduced"
-    parts = {p["label"]: p for c in record["claims"] for p in c["values"]}
-    apart = parts["accuracy SF"]["ci_low"] - parts["accuracy none"]["ci_high"]
-    assert parts["apart SF − none"]["measured"] == pytest.approx(apart)
 
 
 def test_gpu_profile_runs_on_a_tiny_model(tmp_path):
-    tiny_lm(max_positions=8192, d_model=16, n_layers=1, n_heads=2, seed=0).save_pretrained(tmp_path / "model")
+    tiny_lm(max_positions=4096, d_model=8, n_layers=1, n_heads=1, seed=0).save_pretrained(tmp_path / "model")
     env = os.environ | {"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache")}
     run = subprocess.run([ICL26, "reproduce", "queueing", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "model"), "--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out")],
                          capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
@@ -613,9 +669,9 @@ def test_gpu_profile_runs_on_a_tiny_model(tmp_path):
     (path,) = (tmp_path / "out").glob("*/queueing/gpu-s0/results.json")
     record = load_results(path)
     claims = {c["id"]: c for c in record["claims"]}
-    assert claims["C3"]["verdict"] == claims["C4"]["verdict"] == "not reproduced" and claims["C3"]["scale"] == "paper"
-    assert all("no language model" in claims[k]["reason"] for k in ("C1", "C2", "C5", "C6", "own-C7")) and record["model_hashes"]
-    check_run(record)
+    assert claims["C3"]["verdict"] == claims["C4"]["verdict"] == "not reproduced" and claims["C3"]["scale"] == claims["C4"]["scale"] == "mechanism"
+    assert all("no language model" in claims[k]["reason"] for k in ("C1", "C2", "C5", "C6", "own-C7", "own-C8")) and record["model_hashes"]
+    assert check_run(record) == 8
 
 
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):
