@@ -99,6 +99,17 @@ class Result:
         return f"Result(K={K}, regret={self.regret[-1]:.4g}, last gap={self.gaps[-1]:.4g}, width={self.width.min():.4g}, n_plans={self.n_plans})"
 
 # %% ../../../nbs/decision/mornavi/03_mornavi.ipynb #508bf477
+def check_numbers(bonus_scale: float, delta: float, seed: int) -> None:
+    "ValueError that names the setting which is not a number in its range."
+    number = lambda x: isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+    if not number(bonus_scale) or not 0 <= bonus_scale < math.inf:
+        raise ValueError(f"bonus_scale must be a finite number of at least 0, got {bonus_scale!r}")
+    if not number(delta) or not 0 < delta < 1:
+        raise ValueError(f"delta must be a number in (0, 1), got {delta!r}")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+
+# %% ../../../nbs/decision/mornavi/03_mornavi.ipynb #a802cf5a
 class MORNAVI:
     """Online learner of a robust equilibrium. `run` gives a `Result` and leaves the bounds of every plan in `trace_`.
 
@@ -125,8 +136,7 @@ class MORNAVI:
             raise ValueError(f"bonus must be 'l1' or 'bernstein', got {bonus!r}")
         if bonus == "bernstein" and divergence != "tv":
             raise ValueError("bonus 'bernstein' is for divergence 'tv'; use 'l1' for 'kl'")
-        if not 0 <= bonus_scale < math.inf or not 0 < delta < 1:
-            raise ValueError(f"bonus_scale must be finite and >= 0, delta in (0, 1); got {bonus_scale!r} and {delta!r}")
+        check_numbers(bonus_scale, delta, seed)
         self.game, self.divergence, self.kind, self.bonus = game, divergence, kind, bonus
         self.bonus_scale, self.delta, self.lazy, self.seed = float(bonus_scale), float(delta), bool(lazy), seed
         self.grounded = bonus == "bernstein" and fail_state(game) is not None

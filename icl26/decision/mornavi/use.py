@@ -229,7 +229,7 @@ def plain(x):
 
 def main(
     argv: list[str] | None = None,  # arguments after `icl26 use mornavi`
-) -> int:  # 0; 2 for a mistake in the arguments or the file
+) -> int:  # 0; 2 for a mistake in the arguments or the file, or a package that is missing
     "The command `icl26 use mornavi`."
     try:
         a = build_parser().parse_args(argv)
@@ -243,7 +243,7 @@ def main(
         return 0
     except SystemExit as e:  # --help
         return int(e.code or 0)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, ImportError) as e:  # an ImportError says what to install
         text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
         print(f"icl26: error: {text}", file=sys.stderr)
         return 2
