@@ -51,6 +51,18 @@ def test_the_package_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "False"
 
 
+def test_a_letter_is_enough_where_no_other_answer_begins_so():
+    assert [use.typed_answer(t, ("Yes", "No")) for t in ("y", "N ", "yes, it has", "x", "")] == ["Yes", "No", "Yes", None, None]
+    assert use.typed_answer("n", ("No", "Never")) is None and use.typed_answer("ne", ("No", "Never")) == "Never"
+
+
+def test_a_thought_is_no_question():
+    from icl26.lm import ScriptedLM
+
+    said = iter(["I think it is a mammal.", "It is a mammal.\nHas it fur?\nIs it big?\nYes."])
+    assert m.PromptOnly(m.LMWorld(ScriptedLM(lambda p: next(said))), reason=True).ask() == "Is it big?"
+
+
 def test_the_game_result_has_its_fields():
     r = m.GameResult(True, 3, [("x", "Yes")], ["a"])
     assert (r.success, r.turns, r.history, r.guesses) == (True, 3, [("x", "Yes")], ["a"])
@@ -522,10 +534,26 @@ def reproduce(out, *args, **env):
     return path
 
 
+def run_here(out, profile):
+    "The reproduction's cells in this process, without a kernel's start; its results. Through the command line the other test files run `smoke`."
+    import matplotlib
+
+    page = json.loads((Path(__file__).parents[1] / "nbs/evaluation/bed_llm/10_reproduce.ipynb").read_text(encoding="utf-8"))
+    scope = dict(display=lambda *shown: None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        for cell in page["cells"]:
+            if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
+                if "parameters" in cell["metadata"].get("tags", ()):
+                    scope |= dict(profile=profile, out_dir=str(out))
+    return load_results(out / "results.json")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     "The smoke run, made here, and the committed cpu run."
-    made = [load_results(reproduce(tmp_path_factory.mktemp("smoke"), "--profile", "smoke"))]
+    made = [run_here(tmp_path_factory.mktemp("smoke"), "smoke")]
     committed = results_folder() / "evaluation" / "bed_llm" / "results.json"
     return made + ([load_results(committed)] if committed.is_file() else [])
 
@@ -631,6 +659,7 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
     assert set(by_id) == {c.id for c in m.claims("gpu")} and by_id["main"]["scale"] == "paper"
     assert all(by_id[k]["verdict"] != "not run" for k in ("main", "eig", "filter", "ambiguous", "mismatch"))
     assert {p["n"] for p in by_id["main"]["values"]} == {2} and record["model_hashes"]
+    assert any(f.name == "outcome.png" for f in path.parent.rglob("*.png"))
 
 
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):
@@ -638,5 +667,5 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = load_results(reproduce(tmp_path / "auto", "--profile", "gpu"))
+    record = run_here(tmp_path, "gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
