@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 import warnings
@@ -17,6 +16,7 @@ import pytest
 from scipy.optimize import linprog, minimize
 
 import icl26.decision.mornavi as mn
+from icl26 import cli
 from icl26.decision.mornavi import use
 from icl26.decision.mornavi.equilibrium import NoNashFound, best_pure, correlated, gains, stage_policies
 from icl26.decision.mornavi.mornavi import bernstein_bonus, fail_state_cap
@@ -212,9 +212,9 @@ def test_rollout_follows_policy_and_kernel():
     assert all(len(a) == 2 and 0 <= a[0] < 2 and 0 <= a[1] < 3 for _, _, a, _ in steps) and steps == g.rollout(random_policy(g), 0)
     policy = random_policy(g)
     first = np.zeros((2, 3))
-    for seed in range(3000):
+    for seed in range(2000):
         first[g.rollout(policy, seed)[0][2]] += 1
-    np.testing.assert_allclose(first / 3000, policy[0, 0], atol=0.04)
+    np.testing.assert_allclose(first / 2000, policy[0, 0], atol=0.05)
 
 
 def slow_values(g, policy, radii, divergence):
@@ -482,6 +482,11 @@ def test_learner_rejects_bad_input():
                 dict(bonus_scale=-1), dict(bonus_scale=math.nan), dict(delta=1.0)):
         with pytest.raises(ValueError):
             mn.MORNAVI(g, **dict(radii=0.1) | bad)
+    for name, values in dict(bonus_scale=(None, "1", True, math.inf), delta=(None, "x", 0, math.nan), seed=(-1, "a", None, 0.5, True)).items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):                                     # at construction, before a run
+                mn.MORNAVI(g, 0.1, **{name: value})
+    assert mn.MORNAVI(g, 0.1, bonus_scale=np.float64(0.5), seed=np.int64(3)).run(2).visits.sum() == 6
     for K in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="n_episodes"):
             mn.MORNAVI(g, 0.1).run(K)
@@ -489,6 +494,15 @@ def test_learner_rejects_bad_input():
         mn.MORNAVI(g.P, 0.1)
     with pytest.raises(ValueError, match="two agents"):
         mn.MORNAVI(game(actions=(2, 2, 2)), 0.1, kind="nash")
+
+
+def test_at_radius_zero_the_two_balls_are_one():
+    for g, scale in ((mn.two_step_game(), 0.3), (game(2, rewards="identical"), 0.05)):
+        run = lambda radius, d: mn.MORNAVI(g, radius, d, bonus_scale=scale, seed=5).run(150)
+        tv, kl, wide = run(0.0, "tv"), run(0.0, "kl"), run(0.2, "kl")
+        np.testing.assert_allclose(kl.policy, tv.policy, atol=1e-12)
+        np.testing.assert_array_equal(kl.visits, tv.visits)
+        assert not np.array_equal(wide.visits, tv.visits)                                   # with a radius they differ
 
 
 def test_three_agents_learn():
@@ -509,25 +523,26 @@ def test_measures():
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
-def reproduce(out, *args, env=None):
-    run = subprocess.run([ICL26, "reproduce", "mornavi", "--jobs", "1", "--out", str(out), *args], capture_output=True, text=True, timeout=400,
-                         cwd=out.parent, env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = out.glob("decision/mornavi/*/results.json")
-    return path
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
+    "In this process; the command itself runs below with profile gpu."
     folder = tmp_path_factory.mktemp("mornavi")
-    return reproduce(folder / "run", env={"ICL26_CACHE": str(folder / "cache")})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ICL26_CACHE", str(folder / "cache"))
+        notebook(folder, profile="smoke")
+    return folder / "results.json"
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    "Profile gpu on the CPU at the sizes for tests: every experiment runs."
+    "Profile gpu on the CPU at the sizes for tests, by the command: papermill runs every experiment in a kernel of its own."
     folder = tmp_path_factory.mktemp("mornavi")
-    return reproduce(folder / "gpu", "--profile", "gpu", "--device", "cpu", env={"ICL26_TINY": "1", "ICL26_CACHE": str(folder / "cache")})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
+            patch.setenv(name, value)
+        assert cli.main(["reproduce", "mornavi", "--jobs", "1", "--out", str(folder / "gpu"), "--profile", "gpu", "--device", "cpu"]) == 0
+    (path,) = (folder / "gpu").glob("decision/mornavi/*/results.json")
+    return path
 
 
 COMMITTED = ROOT / "results/decision/mornavi/results.json"
@@ -546,6 +561,8 @@ def expected(claim, part, seed):
         return x.sum(), None, None
     if label.endswith("by game"):
         return np.median(x), None, None
+    if label.startswith("C4 at radius 0"):
+        return x.max(), None, None
     if len(x) == 1:
         return x[0], None, None
     if np.ptp(x) < 1e-12:
@@ -655,7 +672,8 @@ AGAINST = {
     "C4": [[*(p(TWO.format(d), x) for d, x in (("TV", 1), ("KL", -1))), *(p(RANDOM.format(d), 1) for d in ("TV", "KL"))]],
     "C5": [[p("p = 0, seed 0", 0.5), p("p = 0.05, mean", 0.5)], [p("p = 0, seed 0", 1.0), p("p = 0.05, mean", 1.0)]],
     "C6": [[p("share, TV, bonus_scale 1", 0.9), p("counted, TV, bonus_scale 1", 9000)]],
-    "own-C7": [[p("C4 random games", 0.1), p("C5 under KL", 0.0)], [p("C4 random games", 0.0), p("C5 under KL", 0.1)]],
+    "own-C7": [[p("C4 random games", x), p("C4 at radius 0: KL − TV, same seed, same bonus_scale", y), p("C5 under KL", z)]
+               for x, y, z in ((0.1, 0, 0), (0, 1e-9, 0), (0, 0, 0.1))],
     "own-C8": [[p("C3 greedy − MORNAVI", 0.5), p("C4 x", -1), p("C6 share", 0)], [p("C3 greedy − MORNAVI", 0), p("C4 x", -1), p("C6 share", 0.99)]],
 }
 
@@ -683,11 +701,22 @@ def run(*argv):
         return use.main([str(a) for a in argv]), out.getvalue(), err.getvalue()
 
 
+def test_the_command_without_nashpy_says_what_to_install(tmp_path, monkeypatch):
+    chicken = np.array([[[6, 2], [7, 0]], [[6, 7], [2, 0]]]) / 7
+    mixed = np.array([[[0.0, 1], [1, 0.2]], [[1, 0], [0.1, 1]]])                             # no pure equilibrium, sum not constant
+    for name, r in (("chicken", chicken), ("mixed", mixed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(dict(P=np.ones((1, 1, 2, 2, 1)).tolist(), r=r[:, None, None].tolist())))
+    monkeypatch.setitem(sys.modules, "nashpy", None)                                        # as if it were not installed
+    code, out, err = run("solve", tmp_path / "mixed.json", "--radius", "0.1", "--kind", "nash")
+    assert code == 2 and out == "" and err.startswith("icl26: error: ") and "pip install" in err and err.count("\n") == 1
+    assert run("solve", tmp_path / "chicken.json", "--radius", "0.1")[0] == 0               # other kinds do not need it
+
+
 def test_the_command_solves_the_example(tmp_path):
     def icl26(*args):
         return subprocess.run([ICL26, "use", "mornavi", *map(str, args)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
 
-    assert icl26("example", "game.json").returncode == 0
+    assert use.main(["example", str(tmp_path / "game.json")]) == 0
     done = icl26("solve", "game.json", "--radius", "0.2", "--plot", "plot.png", "--out", "solution.json")
     assert done.returncode == 0 and "safe/safe" in done.stdout and "0.6700" in done.stdout, done.stderr
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
