@@ -28,10 +28,11 @@ def r_pseudo_outcome(
 
 
 def _rows(treatment: np.ndarray, propensity: np.ndarray, **columns: np.ndarray) -> list[np.ndarray]:
-    "The columns, then treatment and propensity, as checked float64 vectors of one length."
+    "The columns, then treatment and propensity, as checked float64 vectors of one length; a nuisance that is one number holds for every row."
     named = {**columns, "treatment": treatment, "propensity": propensity}
     out = {k: np.asarray(v, dtype=np.float64) for k, v in named.items()}
     shape = out["treatment"].shape
+    out |= {k: np.full(shape, v) for k, v in out.items() if v.ndim == 0 and k not in ("outcome", "treatment")}
     for k, v in out.items():
         if v.ndim != 1 or v.shape != shape:
             raise ValueError(f"{k}: want one number a row as in treatment {shape}, got the shape {v.shape}")
