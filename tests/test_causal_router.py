@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from icl26.evaluation.causal_router import experiments as ex
 from icl26.evaluation.causal_router import labels as lb
 from icl26.evaluation.causal_router import use
 from icl26.evaluation.causal_router.learners import cross_fit
-from icl26.repro import load_results, recompute
+from icl26.repro import Results, load_results, recompute
 from icl26.repro.papers import results_folder
 from icl26.repro.results import measurement
 from icl26.stats import mean_interval, paired_difference
@@ -136,6 +136,14 @@ def test_r_pseudo_outcome_minimises_the_r_loss():
     np.testing.assert_allclose([fit.intercept_, fit.coef_[0]], minimize(loss, [0, 0]).x, atol=1e-4)
     exact, w = m.r_pseudo_outcome(mean + (t - p) * 0.4, t, mean, p)
     assert np.average(exact, weights=w) == pytest.approx(0.4, abs=1e-12)
+
+
+def test_one_number_serves_as_the_nuisance_of_every_row():
+    o, t, same = [1.0, 2.0, 0.5], [1, 0, 0], lambda x: np.full(3, x)
+    np.testing.assert_array_equal(m.r_pseudo_outcome(o, t, 0.2, 0.3), m.r_pseudo_outcome(o, t, same(0.2), same(0.3)))
+    np.testing.assert_array_equal(m.dr_pseudo_outcome(o, t, 1.0, 0.5, 0.3), m.dr_pseudo_outcome(o, t, same(1.0), same(0.5), same(0.3)))
+    with pytest.raises(ValueError, match="propensity: want values strictly"):
+        m.dr_pseudo_outcome(o, t, 1.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0])
@@ -370,7 +378,7 @@ def test_fit_and_route_by_the_command(tables):
     np.testing.assert_allclose(curve.quality, curve.random + curve.gain, atol=1e-9)
     np.testing.assert_allclose(curve.cost, 1 + 2 * curve.ratio)
     assert curve.gain.iloc[[0, -1]].abs().max() < 1e-9 and curve.threshold.is_monotonic_decreasing
-    assert run("route", folder / "r.npz", folder / "new.csv", "--price", 0.2, "--out", folder / "out.csv").returncode == 0
+    assert use.main(["route", str(folder / "r.npz"), str(folder / "new.csv"), "--price", "0.2", "--out", str(folder / "out.csv")]) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         direct = m.MetaRouter("dr", **use.forests(6), n_folds=2).fit(d.X_gold, d.r, d.X_pref, d.y)
@@ -428,8 +436,15 @@ def reproduce(out, *args, **env):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    "The smoke run, made here, and the committed cpu run."
-    made = [load_results(reproduce(tmp_path_factory.mktemp("smoke"), "--profile", "smoke"))]
+    "The claims of profile smoke on smaller labels and forests, made here, and the committed cpu run."
+    plan = {name: (replace(s, n_pref=150, n_test=100, trees=2, n_folds=2), runs) for name, (s, runs) in ex.mechanism_plan("smoke").items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ICL26_CACHE", str(tmp_path_factory.mktemp("cache")))
+        outcomes = ex.run_settings(plan)
+    by_id, res = {c.id: c for c in m.claims("smoke")}, Results("causal_router", area="evaluation", title="x", profile="smoke", device="cpu")
+    ex.add_claims(res, outcomes, (50, 100, 300), 2, by_id)
+    ex.control_claim(res, outcomes["none"], by_id["control"])
+    made = [res.record()]
     committed = results_folder() / "evaluation" / "causal_router" / "results.json"
     return made + ([load_results(committed)] if committed.is_file() else [])
 
@@ -512,18 +527,34 @@ def test_the_shift_margin_is_the_rule():
 PAPER = {"main", "hetero", "scale", "n", "learner"}
 
 
-def test_gpu_profile_from_a_table(tmp_path):
+def test_gpu_experiment_from_a_table(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     t = pd.DataFrame(rng.normal(size=(80, 50)), columns=[f"embd.PC{i}" for i in range(1, 51)])
     t = t.assign(GL=t["embd.PC1"] + rng.normal(0, 0.5, 80))
     t.assign(PL=t.GL - 1 + t["embd.PC2"]).to_csv(tmp_path / "labels.csv", index=False)
-    record = load_results(reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", ICL26_CAUSAL_ROUTER_TABLE=str(tmp_path / "labels.csv"), ICL26_CACHE=str(tmp_path / "cache")))
-    assert {c["id"] for c in record["claims"]} == PAPER and {c["scale"] for c in record["claims"]} == {"paper"}
-    assert all(c["verdict"] != "not run" for c in record["claims"]) and list(record["data_hashes"]) == ["labels"]
-    for c in record["claims"]:
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
+    plan, sizes, scarce = ex.table_plan(tmp_path / "labels.csv", 80, 50, trial=True)
+    res = Results("causal_router", area="evaluation", title="x", profile="gpu", device="cpu")
+    ex.add_claims(res, ex.run_settings(plan), sizes, scarce, {c.id: c for c in ex.trial_claims()})
+    claims = res.record()["claims"]
+    assert {c["id"] for c in claims} == PAPER and all(c["verdict"] != "not run" for c in claims)
+    for c in claims:
         check_record(c)
-    (learner,) = [c for c in record["claims"] if c["id"] == "learner"]
-    assert [p["measured"] is None for p in learner["values"]] == [False, True]              # no 100 components in this table
+    (learner,) = [c for c in claims if c["id"] == "learner"]
+    assert [p["label"].split(":")[0] for p in learner["values"]] == ["must", "not run"] and learner["values"][1]["measured"] is None  # no 100 components in this table
+
+
+def test_half_a_learner_claim_is_partly_at_most():
+    (learner,) = [c for c in m.claims("gpu") if c.id == "learner"]
+    missing = dict(label="not run: x", measured=None, ci_low=None, ci_high=None, n=0)
+    assert [measurement(learner, parts=[part("must: a", x), missing])["verdict"] for x in (0.1, -0.1)] == ["partly", "not reproduced"]
+
+
+def test_a_small_table_gets_the_whole_experiment_unless_a_trial_is_asked_for():
+    for rows in (48, 676, 5000):
+        whole, trial = (ex.table_plan("t.csv", rows, 100, trial=t)[0] for t in (False, True))
+        assert {(s.trees, s.n_folds, runs) for s, runs in whole.values()} == {(100, 5, 200)} and {(s.trees, s.n_folds, runs) for s, runs in trial.values()} == {(5, 2, 2)}
+    assert {c.scale for c in ex.trial_claims()} == {"mechanism"} and all("Trial" in c.statement for c in ex.trial_claims())
 
 
 def test_gpu_profile_through_language_models(tmp_path):
@@ -538,8 +569,8 @@ def test_gpu_profile_through_language_models(tmp_path):
     tiny_lm(d_model=16, n_layers=1, n_heads=2, max_positions=2048, seed=1).save_pretrained(tmp_path / "other")
     names = ",".join(str(tmp_path / k) for k in ("tiny", "other", "tiny", "other"))
     record = load_results(reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", ICL26_CAUSAL_ROUTER_QUERIES=str(tmp_path / "q.jsonl"),
-                                    ICL26_CAUSAL_ROUTER_MODELS=names, ICL26_CACHE=str(tmp_path / "cache")))
-    assert {c["id"] for c in record["claims"]} == PAPER and all(c["verdict"] != "not run" for c in record["claims"])
+                                    ICL26_CAUSAL_ROUTER_MODELS=names, ICL26_CAUSAL_ROUTER_TRIAL="1", ICL26_CACHE=str(tmp_path / "cache")))
+    assert {(c["id"], c["scale"]) for c in record["claims"]} == {(k, "mechanism") for k in PAPER} and all(c["verdict"] != "not run" for c in record["claims"])
     assert set(record["model_hashes"]) == {str(tmp_path / "tiny"), str(tmp_path / "other")}
     table = lb.read_label_table(next((tmp_path / "cache" / "causal_router").glob("labels-*.csv")))
     assert len(table) == 44 and table.GL.std() > 0 and table.PL.abs().max() <= 1
