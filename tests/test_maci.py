@@ -193,7 +193,7 @@ def test_small_groups_keep_nothing_and_warn():
         fit = m.MACI(random_state=0).fit(scores, labels, groups)
     assert fit.thresholds_[("small", 1)] == 0.0 and not any(k.any()
                                                             for k in fit.predict(scores[:5], [("small", 1)] * 5))
-    with pytest.warns(UserWarning, match="the data too small"):
+    with pytest.warns(UserWarning, match="too few documents to keep anything at alpha=0.1: 8; 9 calibration documents"):
         assert m.MACI(rule="drop").fit(scores[:8], labels[:8]).thresholds_[None] == np.inf
 
 

@@ -598,10 +598,10 @@ def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, t
     assert checked > 5
 
 
-def test_smoke_measures_two_claims_within_its_budget(smoke):
+def test_smoke_measures_two_claims(smoke):
     record = load_results(smoke)
     measured = {c["id"] for c in record["claims"] if c["verdict"] != "not run"}
-    assert measured == {"C1", "C2"} and record["peak_rss_mb"] < 2048
+    assert measured == {"C1", "C2"}  # its memory is asserted where it runs in a process of its own: test_reproductions
     assert all("smoke" in c["reason"] for c in record["claims"] if c["id"] not in measured)
     assert all("no interval over games" in c["note"] for c in record["claims"] if c["id"] in measured)
 
