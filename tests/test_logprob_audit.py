@@ -806,3 +806,17 @@ def test_the_noise_of_changes_follows_the_seed(monkeypatch):
     first = lambda model: next(iter(model.parameters())).detach().sum().item()
     draw = lambda **how: [first(m) for *_, m in experiments.small_variants(lm, [("noise", 0.1)], "text", **how)]
     assert draw() == draw(seed=0) != draw(seed=1)
+
+
+def test_a_chat_that_the_template_refuses_is_passed_over():
+    from icl26.evaluation.logprob_audit.experiments import chat_examples
+
+    tokenizer = tiny_lm(d_model=16, n_layers=1).tokenizer
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    good = [dict(role="user", content="hello"), dict(role="assistant", content="good day")]
+    rows = [dict(conversation=c) for c in (good[::-1], good)]
+    found, skipped = chat_examples(tokenizer, rows, 2)
+    assert (len(found), skipped) == (1, 1)

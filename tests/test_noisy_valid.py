@@ -547,3 +547,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
     (tmp_path / "bad.csv").write_text("judge,human\n1,0\n0,maybe\n")
     run = use(*args, cwd=tmp_path)
     assert run.returncode == 2 and text in run.stderr and run.stderr.startswith("icl26: error:") and "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("text, said", [("text,label\nno label\n", "line 2: label must be 0 or 1, got ''"),
+                                        ("text,label\n" + "x" * 140_000 + ",1\n", "field larger than field limit")])
+def test_damaged_rows_of_texts_are_named(tmp_path, text, said):
+    from icl26.evaluation.noisy_valid.real import read_texts
+
+    path = tmp_path / "jigsaw.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=said) as e:
+        read_texts(path)
+    assert str(path) in str(e.value)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from .baselines import pad_completions, read_choice
 from .detection import accuracy_scores, lt_scores, met_scores
@@ -416,7 +417,7 @@ def chat_examples(
         turns = row["conversation"][:2]
         try:
             found.append(chat_batch(tokenizer, turns) if tokenizer.chat_template else _all_tokens(tokenizer, turns))
-        except ValueError:
+        except (ValueError, TemplateError):  # a template may refuse roles in an order that it does not know
             skipped += 1
     return found, skipped
 

@@ -153,10 +153,9 @@ def hub_texts(
         raise ImportError('loading data from the Hub needs the package datasets: pip install datasets '
                           f'(or put CSV files into a folder and name it in {DATA_FOLDER})') from e
     try:
-        rows = load_dataset(source.hub, source.config, split=source.split)
-    except Exception as e:  # the Hub's client raises many kinds: no network, no permission, no such set
+        return [source.row(r) for r in load_dataset(source.hub, source.config, split=source.split)]
+    except Exception as e:  # the Hub's client raises many kinds: no network, no permission, no such set, other columns
         raise OSError(f"{source.hub} is not to be had ({type(e).__name__}); put a CSV file into a folder and name it in {DATA_FOLDER}") from e
-    return [source.row(r) for r in rows]
 
 # %% ../../../nbs/evaluation/noisy_valid/04_real.ipynb #d1991cf5
 def read_texts(
@@ -170,7 +169,10 @@ def read_texts(
         reader = csv.DictReader(f)
         if not {"text", "label"} <= set(reader.fieldnames or ()):
             raise ValueError(f"{path}: want the columns text and label, got {reader.fieldnames}")
-        rows = [(r["text"], r["label"].strip(), r.get("prompt") or "", reader.line_num) for r in reader]
+        try:
+            rows = [(r["text"], (r["label"] or "").strip(), r.get("prompt") or "", reader.line_num) for r in reader]
+        except csv.Error as e:  # a field beyond the reader's limit, a NUL
+            raise ValueError(f"{path}: line {reader.line_num}: {e}") from e
     bad = [(y, line) for _, y, _, line in rows if y not in ("0", "1")]
     if bad or not rows:
         raise ValueError(f"{path}: " + (f"line {bad[0][1]}: label must be 0 or 1, got {bad[0][0]!r}" if bad else "no rows"))
