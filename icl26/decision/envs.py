@@ -7,8 +7,10 @@ __all__ = ['PARAMETER_KINDS', 'MINATAR_GAMES', 'locate', 'get_params', 'set_para
            'make_minatar', 'scripted_expert', 'mamujoco', 'LinearPolicy', 'ars']
 
 # %% ../../nbs/decision/00_envs.ipynb #16c0886e
+import contextlib
 import copy
 import functools
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -492,6 +494,16 @@ def _team() -> type:
     return TeamMujoco
 
 # %% ../../nbs/decision/00_envs.ipynb #7c2658f2
+def _mamujoco_v1():
+    "gymnasium-robotics' module, without what it prints about hands (its import notice goes to stderr)."
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            from gymnasium_robotics import mamujoco_v1
+    except ImportError as e:
+        raise ImportError('multi-agent MuJoCo needs: pip install "icl26[decision]"') from e
+    return mamujoco_v1
+
+
 def mamujoco(
     scenario: str,  # a MuJoCo robot by its short name: "HalfCheetah", "Hopper", "Ant", "Walker2d", …
     conf: str,  # agents x joints, as gymnasium-robotics names the splits: "2x3", "6x1", "3x1", "2x4"
@@ -504,13 +516,7 @@ def mamujoco(
     an unknown robot or split."""
     if max_steps is not None and (int(max_steps) != max_steps or max_steps < 1):
         raise ValueError(f"max_steps must be a positive integer or None, got {max_steps!r}")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*mujoco.*", category=DeprecationWarning)
-            from gymnasium_robotics import mamujoco_v1
-    except ImportError as e:
-        raise ImportError('multi-agent MuJoCo needs: pip install "icl26[decision]"') from e
-    robot = make_env(f"{scenario}-v5")
+    mamujoco_v1, robot = _mamujoco_v1(), make_env(f"{scenario}-v5")
     try:
         base = mamujoco_v1.parallel_env(scenario, conf, agent_obsk=agent_obsk, gym_env=robot)
     except Exception as e:  # gymnasium-robotics raises bare Exceptions for a split it does not know
