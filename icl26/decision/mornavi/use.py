@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['EXAMPLE', 'names_of', 'game_from', 'read_game', 'example', 'solution', 'step_lines', 'show_solution', 'plot_solution',
-           'Parser', 'build_parser', 'parse_radii', 'check_targets', 'run_solve', 'plain', 'main']
+           'build_parser', 'parse_radii', 'check_targets', 'run_solve', 'plain', 'main']
 
 # %% ../../../nbs/decision/mornavi/07_use.ipynb #a0197463
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from ...cli import CommandParser, command
 from .equilibrium import solve_game
 from .game import MarkovGame, check_radii, robust_gaps, robust_values, two_step_game
 from .robustness import support_shift, visiting
@@ -151,16 +151,9 @@ def plot_solution(game: MarkovGame, names: Mapping, found: Mapping):
     return fig
 
 # %% ../../../nbs/decision/mornavi/07_use.ipynb #18682dcc
-class Parser(argparse.ArgumentParser):
-    "Reports a wrong argument as a ValueError in place of leaving the process."
-
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def build_parser() -> Parser:
+def build_parser() -> CommandParser:
     "The arguments of `icl26 use mornavi`."
-    parser = Parser(prog="icl26 use mornavi", description="Robust equilibria of a finite Markov game.")
+    parser = CommandParser(prog="icl26 use mornavi", description="Robust equilibria of a finite Markov game.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="solve | example")
     one = commands.add_parser("solve", help="solve a game in a JSON file", description="Keys of the file: P, r, horizon, start, states, agents, actions.")
     one.add_argument("file", help="JSON file")
@@ -231,7 +224,7 @@ def main(
     argv: list[str] | None = None,  # arguments after `icl26 use mornavi`
 ) -> int:  # 0; 2 for a mistake in the arguments or the file, or a package that is missing
     "The command `icl26 use mornavi`."
-    try:
+    def work() -> int:
         a = build_parser().parse_args(argv)
         if a.command == "solve":
             run_solve(a)
@@ -241,9 +234,5 @@ def main(
             write_text(a.file, json.dumps(example(), indent=1) + "\n")
             print(f"wrote {a.file}; solve it: icl26 use mornavi solve {a.file} --radius 0.2")
         return 0
-    except SystemExit as e:  # --help
-        return int(e.code or 0)
-    except (ValueError, OSError, ImportError) as e:  # an ImportError says what to install
-        text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"icl26: error: {text}", file=sys.stderr)
-        return 2
+
+    return command(work)  # an ImportError says what to install

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_table', 'table_from', 'missing', 'span', 'typed_answer', 'Session', 'world_record', 'cache_record', 'fill_cache',
-           'read_json', 'Parser', 'build_parser', 'open_model', 'open_world', 'start', 'write_files', 'converse',
+           'read_json', 'build_parser', 'open_model', 'open_world', 'start', 'write_files', 'converse',
            'target_answers', 'summary', 'main', 'run_session']
 
 # %% ../../../nbs/evaluation/bed_llm/09_use.ipynb #7c32b6aa
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ...cli import CommandParser, command
 from .agent import (BEDAgent, FailedParse, LMAnswerer, NoQuestionLeft, WeightedAgent, match_answer,
                                             resume_game, save_game)
 from .beliefs import NoHypothesis, key
@@ -220,16 +221,9 @@ def read_json(
     return data
 
 # %% ../../../nbs/evaluation/bed_llm/09_use.ipynb #a5301133
-class Parser(argparse.ArgumentParser):
-    "Reports a wrong argument as a ValueError in place of leaving the process."
-
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def build_parser() -> Parser:
+def build_parser() -> CommandParser:
     "The arguments of `icl26 use bed_llm`."
-    p = Parser(prog="icl26 use bed_llm", description="Think of something; the program asks the questions that tell most. Answer with a word or its first letter, "
+    p = CommandParser(prog="icl26 use bed_llm", description="Think of something; the program asks the questions that tell most. Answer with a word or its first letter, "
                "or: ? for the candidates, skip, stop.")
     p.add_argument("--table", metavar="FILE", help="a closed world: CSV (hypothesis, prior, one column a question) or JSON")
     p.add_argument("--model", metavar="NAME", help="'bundled', a folder, a Hub id, or with --url the model's name on the server")
@@ -397,21 +391,17 @@ def main(
     load: Callable[[Mapping], Any] = open_model,
 ) -> int:  # 0; 1 if the session was broken off or the model failed; 2 for a mistake in the arguments or a file
     "The command `icl26 use bed_llm`."
-    try:
+    def work() -> int:
         a = build_parser().parse_args(argv)
         agent, options = start(a, load)
         answer = target_answers(agent, a.target) if a.target else None
         write_files(a, agent, options)                                 # a file that can't be written is known before the first question
         return run_session(a, agent, options, answer, read)
-    except SystemExit as e:                                            # --help
-        return int(e.code or 0)
-    except (ValueError, OSError, ImportError) as e:
-        text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"icl26: error: {text}", file=sys.stderr)
-        return 2
-    except (RuntimeError, NotImplementedError) as e:                   # a server that fails, or gives no log-probabilities
-        print(f"icl26: error: the model: {(str(e).strip() or type(e).__name__).splitlines()[0]}", file=sys.stderr)
-        return 1
+
+    def words(e: Exception) -> str:
+        return f"the model: {(str(e).strip() or type(e).__name__).splitlines()[0]}" if isinstance(e, RuntimeError) else str(e)
+
+    return command(work, failed=(RuntimeError,), explain=words)        # a server that fails, or gives no log-probabilities
 
 
 def run_session(a: argparse.Namespace, agent: BEDAgent, options: Mapping, answer: Callable | None, read: Callable) -> int:

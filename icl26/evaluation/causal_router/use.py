@@ -6,7 +6,7 @@
 __all__ = ['WORDS', 'FIELDS', 'FORMAT', 'Table', 'read_frame', 'number_column', 'gold_of', 'pref_of', 'read_table', 'read_tables',
            'Rotation', 'principal_components', 'Forest', 'StoredRouter', 'load_router', 'quality_curve', 'forests',
            'split_rows', 'held_out', 'fit_router', 'judge', 'diagnose', 'route_table', 'show_fit', 'show_route',
-           'Parser', 'build_parser', 'check_out', 'write_frame', 'run_fit', 'run_route', 'main']
+           'build_parser', 'check_out', 'write_frame', 'run_fit', 'run_route', 'main']
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #aa637ac9
 import argparse
@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
+from ...cli import CommandParser, command
 from .data import SCALES
 from .evaluation import bias_map, efficiency_gain, gain_interval, heterogeneity_test, overlap_report
 from .labels import bundled_embedder, components
@@ -489,16 +490,9 @@ def show_route(
     return f"{int(strong.sum())} of {len(routed)} queries to the strong model; estimated quality gain {routed['gain'].where(strong, 0).mean():.4f} a query, mean cost {cost:.4f}"
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #c1d1da6d
-class Parser(argparse.ArgumentParser):
-    "An argument parser whose errors are ValueErrors."
-
-    def error(self, message):
-        raise ValueError(message)
-
-
-def build_parser() -> Parser:
+def build_parser() -> CommandParser:
     "The arguments of `icl26 use causal_router`."
-    parser = Parser(prog="icl26 use causal_router", description="Route queries between a strong and a weak model, from few gold labels and many biased preferences.")
+    parser = CommandParser(prog="icl26 use causal_router", description="Route queries between a strong and a weak model, from few gold labels and many biased preferences.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="fit | route")
     one = commands.add_parser("fit", help="learn a router", description="Tables (.csv, .parquet): embd.PC1 … or query; GL or score_strong and score_weak; PL or preference.")
     one.add_argument("tables", nargs="+", help="labelled queries")
@@ -583,13 +577,9 @@ def main(
     argv: Sequence[str] | None = None,  # arguments after `icl26 use causal_router`
 ) -> int:  # 0; 2 for a mistake in the arguments or a file
     "The command `icl26 use causal_router`."
-    try:
+    def work() -> int:
         a = build_parser().parse_args(argv)
         print(run_fit(a) if a.command == "fit" else run_route(a))
         return 0
-    except SystemExit as e:  # --help
-        return int(e.code or 0)
-    except (ValueError, OSError, ImportError, RuntimeError) as e:
-        text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"icl26: error: {text}", file=sys.stderr)
-        return 2
+
+    return command(work, wrong=(ValueError, OSError, ImportError, RuntimeError))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OPTION', 'ClaimFile', 'read_claim_file', 'group_name', 'expected', 'calibrate', 'load_filter', 'document_coins',
-           'check_fit', 'apply_filter', 'show_calibration', 'show_application', 'Parser', 'build_parser', 'check_out',
+           'check_fit', 'apply_filter', 'show_calibration', 'show_application', 'build_parser', 'check_out',
            'in_options', 'check_seed', 'run_calibrate', 'run_apply', 'main']
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #b1b4583d
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...cli import CommandParser, command
 from .calibrate import MACI, coverage_range, smallest_group
 from .filter import covered, factual_coverage
 from ...repro.results import write_text
@@ -310,16 +311,9 @@ def show_application(report: dict, alpha: float) -> str:
     return "\n".join(lines)
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #95381d06
-class Parser(argparse.ArgumentParser):
-    "Reports a wrong argument as a ValueError in place of leaving the process."
-
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def build_parser() -> Parser:
+def build_parser() -> CommandParser:
     "The arguments of `icl26 use maci`."
-    parser = Parser(
+    parser = CommandParser(
         prog="icl26 use maci",
         description="Filter the claims of answers so that what is kept is all true with a probability that you fix.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="calibrate | apply")
@@ -415,13 +409,9 @@ def main(
     argv: Sequence[str] | None = None,  # arguments after `icl26 use maci`
 ) -> int:  # 0; 2 for a mistake in the arguments or a file
     "The command `icl26 use maci`."
-    try:
+    def work() -> int:
         a = build_parser().parse_args(argv)
         print(run_calibrate(a) if a.command == "calibrate" else run_apply(a))
         return 0
-    except SystemExit as e:  # --help
-        return int(e.code or 0)
-    except (ValueError, OSError, ImportError, RuntimeError) as e:
-        text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else in_options(str(e))
-        print(f"icl26: error: {text}", file=sys.stderr)
-        return 2
+
+    return command(work, wrong=(ValueError, OSError, ImportError, RuntimeError), explain=lambda e: in_options(str(e)))
