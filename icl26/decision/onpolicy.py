@@ -183,7 +183,7 @@ class A2C:
     ):
         self.policy, self.value, self.cfg = policy, value, cfg
         self.parameters = [*policy.parameters(), *value.parameters()]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=cfg.lr, eps=1e-5)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=cfg.lr, eps=1e-5, fused=True)
         self.generator = torch.Generator().manual_seed(cfg.seed)
 
     def advantages(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -212,7 +212,7 @@ class DiscriminatorLearner:
         self.disc, self.kind, self.generator = disc, regularizer, generator
         self.weight = REGULARIZERS[regularizer] if weight is None else weight
         decay = self.weight if regularizer == "weight_decay" else 0.0
-        self.optimizer = torch.optim.AdamW(disc.parameters(), lr=lr, weight_decay=decay)
+        self.optimizer = torch.optim.AdamW(disc.parameters(), lr=lr, weight_decay=decay, fused=True)
 
     def step(self, expert: Tensor, policy: Tensor) -> float:
         "One gradient step on inputs (N, D) of each side; the loss without the regulariser."
