@@ -4,7 +4,6 @@
 
 Outputs agree before the clock starts. Without econml (`pip install econml`) that comparison is skipped. Times are of the processor.
 """
-import time
 import warnings
 
 import numpy as np
@@ -16,15 +15,7 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from icl26.evaluation.causal_router import MetaRouter, efficiency_gain, gain_interval, make_routing_data
 from icl26.evaluation.causal_router.evaluation import PMUR
 from icl26.evaluation.causal_router.learners import cross_fit, fit_effect, pseudo_outcomes
-
-
-def best_of(f, rounds):
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
+from timing import best_of
 
 
 class PerArm(RegressorMixin, BaseEstimator):

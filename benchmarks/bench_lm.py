@@ -9,20 +9,12 @@ import torch
 
 from icl26.lm import HFLM, tiny_lm
 from icl26.lm.hf import encode, encode_prompt
+from timing import best_of
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PROMPTS = [(TEXT * 2)[: 5 + 3 * i] for i in range(32)]
 CONTINUATIONS = [" it was"] * 32
 NEW_TOKENS = 64
-
-
-def best(call, times=3) -> float:
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma"])
@@ -47,7 +39,7 @@ def test_score(benchmark, lm):
         return torch.cat([s.logprobs for s in lm.score(PROMPTS, CONTINUATIONS)])
 
     torch.testing.assert_close(ours(), one_by_one(lm), atol=1e-4, rtol=0)
-    naive = best(lambda: one_by_one(lm))
+    naive = best_of(lambda: one_by_one(lm), 3, time.perf_counter)
     benchmark.pedantic(ours, rounds=5)
     benchmark.extra_info["ratio"] = ratio = benchmark.stats["min"] / naive
     print(f"\nscore of {len(PROMPTS)} pairs: batches take {ratio:.2f} of one by one ({naive:.3f} s)")
@@ -71,7 +63,7 @@ def test_generate(benchmark, lm):
         return [t[0] for t in lm.generate(prompts, max_new_tokens=NEW_TOKENS, temperature=0)]
 
     assert ours() == [lm.tokenizer.decode(rerun(lm, p), skip_special_tokens=True) for p in prompts]
-    naive = best(lambda: [rerun(lm, p) for p in prompts])
+    naive = best_of(lambda: [rerun(lm, p) for p in prompts], 3, time.perf_counter)
     benchmark.pedantic(ours, rounds=5)
     benchmark.extra_info["ratio"] = ratio = benchmark.stats["min"] / naive
     print(f"\n{NEW_TOKENS} tokens, two prompts: the cache takes {ratio:.2f} of running the prefix again ({naive:.3f} s)")

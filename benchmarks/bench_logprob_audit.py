@@ -5,12 +5,12 @@
 Each pair must give the same numbers before the clock starts.
 """
 
-import time
 
 import numpy as np
 
 from icl26.evaluation.logprob_audit import logprob_matrix, lt_series, lt_test
 from icl26.evaluation.logprob_audit.statistic import permuted_statistics, relabellings
+from timing import best_of, ratio
 
 N, TOKENS, B, T, WINDOW = 10, 25, 100_000, 20_000, 24
 
@@ -18,20 +18,6 @@ N, TOKENS, B, T, WINDOW = 10, 25, 100_000, 20_000, 24
 def answers(n, seed):
     x = -1 - 0.2 * np.arange(TOKENS) + np.random.default_rng(seed).normal(0, 0.02, (n, TOKENS))
     return [dict(enumerate(row)) for row in x.tolist()], x
-
-
-def best_of(f, rounds):
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours:.3f} CPU-s beside {theirs:.3f}, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the plain way"
 
 
 def permuted_by_loop(x, masks):

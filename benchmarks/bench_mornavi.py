@@ -6,7 +6,6 @@ Each pair must give the same answer before the clock starts.
 """
 
 import itertools
-import time
 import warnings
 
 import numpy as np
@@ -17,21 +16,7 @@ from icl26.decision.mornavi.equilibrium import nash, stage_policies
 from icl26.decision.mornavi.game import robust_q
 from icl26.decision.mornavi.worst_case import kl_worst, tv_worst
 from icl26.decision.tabular import random_game
-
-
-def best_of(f, rounds):
-    "Shortest processor time: one thread each, and other jobs of the machine do not count."
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours * 1e3:.3f} ms beside {theirs * 1e3:.3f} ms, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the plain way"
+from timing import best_of, ratio
 
 
 def rows(n, S, seed=0):

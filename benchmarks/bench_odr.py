@@ -5,7 +5,6 @@
 Each pair must give the same answer before the clock starts.
 """
 
-import time
 
 import numpy as np
 import pytest
@@ -13,22 +12,9 @@ from scipy import optimize, stats
 
 from icl26.decision.envs import MujocoSim, make_env, set_params
 from icl26.decision.odr import consistency, dropo, mle, simulators
+from timing import best_of, ratio
 
 XI = np.array([0.9, 0.3])
-
-
-def best_of(f, rounds):
-    times = []
-    for _ in range(rounds):
-        t = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours:.4f} s beside {theirs:.4f} s, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the plain way"
 
 
 # -- the exact fit ---------------------------------------------------------------------------------------------------

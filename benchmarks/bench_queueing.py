@@ -5,7 +5,6 @@
 Each pair must give the same answer before the clock starts.
 """
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -13,23 +12,9 @@ import pytest
 from icl26.decision.queueing import OperatorGraph, enumerate_mdp, identify_structure, parse_formulation, policy_cost, structured_search
 from icl26.decision.queueing.operators import outcomes
 from icl26.decision.queueing.problems import PROBLEMS, enlarged
+from timing import best_of, ratio
 
 BY_NAME = {p.name: p for p in PROBLEMS}
-
-
-def best_of(f, rounds):
-    "Least processor time of a call: what else runs on the machine does not count."
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def show(name, ours, theirs, least):
-    print(f"\n{name}: {ours:.4g} s beside {theirs:.4g} s, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast"
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -53,10 +38,10 @@ def test_backup_beside_a_loop_over_states(name):
     graph = BY_NAME[name].graph
     table, V = loop_table(graph), np.random.default_rng(0).normal(size=graph.shape)
     np.testing.assert_allclose(graph.backup(V), loop_backup(graph, table, V), atol=1e-12)
-    show(f"backup, {name}, {V.size} states", best_of(lambda: graph.backup(V), 20), best_of(lambda: loop_backup(graph, table, V), 3), 3)
+    ratio(f"backup, {name}, {V.size} states", best_of(lambda: graph.backup(V), 20), best_of(lambda: loop_backup(graph, table, V), 3), 3)
 
 
-def test_ten_times_the_states_take_ten_times_as_long():
+def test_cost_of_ten_times_the_states():
     took = {}
     for B in (99, 316, 999):
         graph = enlarged(BY_NAME["checkouts"].spec, B)
@@ -65,7 +50,7 @@ def test_ten_times_the_states_take_ten_times_as_long():
     print("\nbackup: " + ", ".join(f"{n} states {t:.5f} s" for n, t in took.items()))
     (n, a), (m, b), (_, c) = took.items()
     assert b / a < 2.5 * m / n                                        # within the cache
-    assert c / b < 6 * 10                                             # beyond it memory, not arithmetic, sets the pace
+    assert c / b < 30                                                  # beyond it memory, not arithmetic, sets the pace
 
 
 # -- solving ---------------------------------------------------------------------------------------------------------
@@ -84,7 +69,7 @@ def test_value_iteration_beside_a_loop_over_states():
     graph, tol = BY_NAME["checkouts"].graph, 1e-4
     table = loop_table(graph)
     assert np.abs(graph.solve(tol).V - loop_iteration(graph, table, tol)).max() < 2 * tol
-    show(f"value iteration, {graph.cost.size} states", best_of(lambda: graph.solve(tol), 5), best_of(lambda: loop_iteration(graph, table, tol), 1), 5)
+    ratio(f"value iteration, {graph.cost.size} states", best_of(lambda: graph.solve(tol), 5), best_of(lambda: loop_iteration(graph, table, tol), 1), 5)
 
 
 def test_value_iteration_beside_mdptoolbox():
@@ -100,7 +85,7 @@ def test_value_iteration_beside_mdptoolbox():
     assert np.abs(V - graph.solve(tol).V).max() < 1e-3 * np.abs(V).max()
     def again():
         mdp.ValueIteration(dense, r, graph.discount, epsilon=tol, max_iter=100_000).run()
-    show(f"value iteration, {n} states of the enumerated process", best_of(lambda: graph.solve(tol), 5), best_of(again, 2), 1)
+    ratio(f"value iteration, {n} states of the enumerated process", best_of(lambda: graph.solve(tol), 5), best_of(again, 2), 1)
 
 
 @pytest.mark.parametrize("name", ["toll_gate", "two_wards", "checkouts", "bike_sharing"])
@@ -110,11 +95,11 @@ def test_structured_search_beside_value_iteration(name):
     part = tuple(slice(0, c // 4 + 1) for c in graph.capacity)
     assert ((policy_cost(graph, found.policies) - V)[part] / V[part]).max() < 1e-6
     tol = 0.5e-6 * V.ravel()[0]
-    show(f"structured search, {name}, {V.size} states", best_of(lambda: structured_search(graph), 3), best_of(lambda: graph.solve(tol), 3), 1)
+    ratio(f"structured search, {name}, {V.size} states", best_of(lambda: structured_search(graph), 3), best_of(lambda: graph.solve(tol), 3), 1)
 
 
 def test_identification_is_cheap_beside_solving():
     graphs = [parse_formulation(p.spec) for p in PROBLEMS]
     ours, theirs = best_of(lambda: [identify_structure(g) for g in graphs], 3), best_of(lambda: [g.solve() for g in graphs], 1)
-    show(f"identification beside solving, {len(graphs)} problems", ours, theirs, 3)
+    ratio(f"identification beside solving, {len(graphs)} problems", ours, theirs, 3)
     assert isinstance(graphs[0], OperatorGraph)

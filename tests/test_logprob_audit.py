@@ -23,7 +23,7 @@ from scipy.signal import find_peaks
 from torch import nn
 
 import icl26.evaluation.logprob_audit as lpa
-from icl26.evaluation.logprob_audit import baselines, detection, experiments, monitor, statistic, use
+from icl26.evaluation.logprob_audit import baselines, detection, experiments, monitor, statistic, tinychange, use
 from icl26.evaluation.logprob_audit.claims import detection_threshold
 from icl26.lm import ScriptedLM, tiny_lm
 from icl26.lm.hf import weights_sha256
@@ -734,6 +734,51 @@ def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
         and reasons["onestep"] == "lmsys: 3 of 4 conversations can be used, 4 are needed"
         and "mmlu.jsonl" in reasons["auc"]
     )
+
+
+@pytest.mark.parametrize("name, text, said", [
+    ("mmlu", '{"question": "1 + 1?", "choi', "mmlu.jsonl, line 1: not JSON"),
+    ("wikipedia", '{"text": "a"}\n{"body": "b"}', "wikipedia.jsonl, line 2: want an object with text"),
+    ("lmsys", "[1]", "lmsys.jsonl, line 1: want an object with conversation"),
+    ("lmsys", b"\xff", "lmsys.jsonl, line 1: not JSON"),
+])
+def test_damaged_data_are_named(tmp_path, monkeypatch, name, text, said):
+    from icl26.evaluation.logprob_audit.experiments import data_rows
+
+    (tmp_path / f"{name}.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setenv("ICL26_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=said):
+        data_rows(name, 5)
+
+
+def test_gpu_profile_with_damaged_data_says_what_is_wrong(tmp_path, monkeypatch):
+    tiny_lm(d_model=32, n_layers=2, max_positions=2048, seed=0).save_pretrained(tmp_path / "model")
+    for name in ("lmsys", "mmlu", "wikipedia"):
+        (tmp_path / f"{name}.jsonl").write_text('{"other": 1}\n')
+    monkeypatch.setenv("ICL26_DATA", str(tmp_path))
+    r = execute(tmp_path / "run", profile="gpu", device="cpu", model=str(tmp_path / "model"))
+    claims = {c["id"]: c for c in r["claims"]}
+    assert claims["level"]["verdict"] != "not run"
+    assert "mmlu.jsonl, line 1" in claims["auc"]["reason"] and "lmsys.jsonl, line 1" in claims["onestep"]["reason"]
+
+
+def test_wide_models_are_not_rounded():
+    model = tiny_lm(d_model=16, n_layers=1, seed=0).model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1e-12)
+    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    assert same(lpa.add_noise(model, 0.0), model)
+    tokens = torch.arange(6)[None]
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    assert same(next(tinychange.finetune_full(model, [batch], (1,), lr=0.0))[1], model)
+
+
+@pytest.mark.parametrize("levels", [(0,), (1.5,)])
+def test_numbers_of_steps_are_checked(levels):
+    model = tiny_lm(d_model=16, n_layers=1, seed=0).model
+    with pytest.raises(ValueError, match="finetune must hold numbers of steps"):
+        lpa.TinyChange(model, noise=(), prune=(), finetune=levels, finetune_batches=[{}])
 
 
 def test_gpu_profile_without_the_model_still_measures_the_level(tmp_path):

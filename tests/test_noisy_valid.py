@@ -15,6 +15,7 @@ import pytest
 from scipy.stats import beta, binom, norm
 
 import icl26.evaluation.noisy_valid as nv
+import icl26.evaluation.noisy_valid.verdicts
 from icl26.evaluation.noisy_valid import real
 from icl26.evaluation.noisy_valid.judge import Counts
 from icl26.evaluation.noisy_valid.power import draw_counts
@@ -445,7 +446,8 @@ def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path):
     record = load_results(path)
     claims = {c["id"]: c for c in record["claims"]}
     assert not any(c["verdict"] == "not run" for c in record["claims"])
-    assert claims["real"]["scale"] == claims["estimator"]["scale"] == "paper"
+    assert claims["real"]["scale"] == claims["estimator"]["scale"] == "mechanism"  # tiny models: a check of the path
+    assert {c.scale for c in nv.verdicts.claims("gpu") if c.id in ("real", "estimator")} == {"paper"}
     assert set(record["data_hashes"]) == set(real.SOURCES) and set(record["model_hashes"]) == {real.JUDGES[0], *real.TESTED}
     judged = {p["label"].split(" ", 3)[3] for p in claims["real"]["values"] if p["label"].startswith("noisy same")}
     assert "saferlhf by Llama-3.1-8B-Instruct" in judged and any(j.startswith("jigsaw of Qwen2.5-0.5B-Instruct by") for j in judged)
@@ -550,12 +552,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
 
 
 @pytest.mark.parametrize("text, said", [("text,label\nno label\n", "line 2: label must be 0 or 1, got ''"),
+                                        ("label,text\n1,good\n1\n", "line 3: the row has no text"),
+                                        (b"text,label\ngood,1\n\xff\xfe,0\n", "codec can't decode"),
                                         ("text,label\n" + "x" * 140_000 + ",1\n", "field larger than field limit")])
 def test_damaged_rows_of_texts_are_named(tmp_path, text, said):
     from icl26.evaluation.noisy_valid.real import read_texts
 
     path = tmp_path / "jigsaw.csv"
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=said) as e:
         read_texts(path)
     assert str(path) in str(e.value)

@@ -821,6 +821,9 @@ def test_use_with_dropo(log_file, tmp_path):
         (["text.npz", "--env", "Hopper-v5"], "not an .npz"),
         (["half.npz", "--env", "Hopper-v5"], "lacks s_next"),
         (["log.npz"], "--env"),
+        (["log.npz", "--env", "Hopper-v5", "--seed", "-1"], "--seed"),
+        (["log.npz", "--env", "Hopper-v5", "--params", "damping:rootx"], "nominal value 0"),
+        (["log.npz", "--env", "Hopper-v5", "--method", "magic"], "invalid choice"),
     ],
 )
 def test_use_errors_are_one_line(args, says, log_file, tmp_path, monkeypatch, capsys):
@@ -831,7 +834,40 @@ def test_use_errors_are_one_line(args, says, log_file, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert main(["fit", *args]) == 2
     err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err
+    assert says in err and err.startswith("icl26: error: ") and err.count("\n") == 1
+
+
+def test_a_kind_leaves_out_what_is_zero(log_file):
+    from icl26.decision.envs import make_env
+    from icl26.decision.odr.use import expand_params, load_log, simulator_for
+
+    model = make_env("Hopper-v5").unwrapped.model
+    assert expand_params(model, ["damping"]) == ["damping:thigh_joint", "damping:leg_joint", "damping:foot_joint"]
+    assert simulator_for(load_log(log_file), "Hopper-v5", ["damping"]).names == expand_params(model, ["damping"])
+    with pytest.raises(ValueError, match="every armature of this robot is 0"):
+        expand_params(make_env("InvertedPendulum-v5").unwrapped.model, ["armature"])
+
+
+@pytest.mark.parametrize("n", [0, 3.5])
+def test_numbers_of_draws_are_checked(n):
+    sim = odr.LinearGaussianSimulator(lambda s, a: np.ones((len(s), 1, 1)), np.eye(1), [[-1.0, 1.0]])
+    log = odr.Transitions(np.zeros((3, 1)), np.zeros((3, 1)), np.zeros((3, 1)))
+    with pytest.raises(ValueError, match="n_samples"):
+        odr.mixture_loglik(sim, [0.0], np.eye(1), log, method="mc", n_samples=n)
+    with pytest.raises(ValueError, match="n_samples"):
+        odr.ODR(sim, method="mc", n_samples=n).fit(log)
+    with pytest.raises(ValueError, match="n_samples"):
+        odr.dropo_loglik(sim, [0.0], [0.1], log, n_samples=n)
+
+
+def test_shapes_of_drift_and_pendulum_log_are_checked():
+    from icl26.decision.odr.simulators import PendulumSimulator
+
+    sim = odr.LinearGaussianSimulator(lambda s, a: np.ones((len(s), 1, 1)), np.eye(1), [[-1.0, 1.0]], drift=lambda s, a: np.zeros(3))
+    with pytest.raises(ValueError, match="drift must return"):
+        sim.mean(np.zeros(1), np.zeros((4, 1)), np.zeros((4, 1)))
+    with pytest.raises(ValueError, match="2 columns"):
+        PendulumSimulator().mean(np.ones(2), np.zeros((4, 1)), np.zeros((4, 1)))
 
 
 def test_use_drops_clipped_velocities(log_file):

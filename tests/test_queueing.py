@@ -7,6 +7,8 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 import icl26.decision.queueing as q
 from icl26.decision.queueing import experiments as ex
 from icl26.decision.queueing import formulate as fm
+from icl26.decision.queueing import use
 from icl26.decision.queueing.problems import enlarged, has_structure, optimal_values, same_values, skeleton
 from icl26.decision.queueing.structure import Cx, I, Super, SuperC, all_properties, largest_family, premises
 from icl26.decision.queueing.use import main
@@ -660,6 +663,38 @@ def test_the_committed_run():
         assert c["verdict"] != "not run" and measurement(claims[c["id"]], parts=against(c))["verdict"] == "not reproduced"
 
 
+def test_a_policy_without_a_threshold_is_not_called_one(tmp_path, capsys):
+    "Rejecting at 1 and 2, admitting from 3 on, rejecting when full: on a small buffer the cost of blocking bends the policy."
+    spec = dict(queues=[dict(name="ward", capacity=6)], holding_cost={"ward": 1.3}, discount_rate=0.12,
+                events=[dict(name="care", rate=1.0, operator="TMD", queues=["ward"], params={"servers": 1}),
+                        dict(name="walk-in", rate=2.0, operator="TA", queues=["ward"]),
+                        dict(name="surgery", rate=0.95, operator="TCD", queues=["ward"], params={"effort_cost": 9.9}),
+                        dict(name="referral", rate=1.2, operator="TCA", queues=["ward"], params={"reject_cost": 2.7})])
+    report = use.solve_system(spec)
+    k = [e["name"] for e in spec["events"]].index("referral")
+    policy = report.solution.policies[k]
+    assert policy.tolist() == [0, 1, 1, 0, 0, 0, 1]
+    assert report.first_states(k) == "reject at 1–2 and 6 in ward, else admit"
+    assert report.seen_on_the_buffer(k).startswith("not seen on these buffers")
+    assert use.runs(np.array([1, 0, 1, 1, 0, 1], bool)) == "0, 2–3 and 5" and use.runs(np.array([0, 1, 1], bool)) == "1–2"
+
+
+def test_use_reads_a_byte_order_mark_and_keeps_its_files_apart(tmp_path, capsys):
+    path = tmp_path / "system.json"
+    path.write_text(json.dumps(q.PROBLEMS[0].spec), encoding="utf-8-sig")
+    assert main(["solve", str(path)]) == 0
+    capsys.readouterr()
+    both = str(tmp_path / "x.png")
+    assert main(["solve", str(path), "--plot", both, "--out", both]) == 2 and not Path(both).exists()
+    assert capsys.readouterr().err == f"icl26: error: --plot and --out are the same file, {both}: give two names\n"
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, "a"])
+def test_rounds_are_checked(bad):
+    with pytest.raises(ValueError, match="max_iter"):
+        q.PROBLEMS[0].graph.solve(max_iter=bad)
+
+
 def test_gpu_profile_runs_on_a_tiny_model(tmp_path):
     tiny_lm(max_positions=4096, d_model=8, n_layers=1, n_heads=1, seed=0).save_pretrained(tmp_path / "model")
     env = os.environ | {"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache")}
@@ -672,6 +707,40 @@ def test_gpu_profile_runs_on_a_tiny_model(tmp_path):
     assert claims["C3"]["verdict"] == claims["C4"]["verdict"] == "not reproduced" and claims["C3"]["scale"] == claims["C4"]["scale"] == "mechanism"
     assert all("no language model" in claims[k]["reason"] for k in ("C1", "C2", "C5", "C6", "own-C7", "own-C8")) and record["model_hashes"]
     assert check_run(record) == 8
+
+
+def test_gpu_profile_asks_a_server(tmp_path):
+    "An OpenAI-compatible server on this machine whose answers are no formulations: searched for, scored, recorded."
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            choices = [{"index": i, "message": {"role": "assistant", "content": "I do not know."}} for i in range(body.get("n") or 1)]
+            data = json.dumps({"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = os.environ | {"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache"), "OPENAI_API_KEY": "sk-nothing",
+                        "ICL26_QUEUEING_SERVER": f"http://127.0.0.1:{server.server_port}/v1"}
+    run = subprocess.run([ICL26, "reproduce", "queueing", "--profile", "gpu", "--device", "cpu", "--model", "some-model", "--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out")],
+                         capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
+    server.shutdown()
+    server.server_close()
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (path,) = (tmp_path / "out").glob("*/queueing/gpu-s0/results.json")
+    claims = {c["id"]: c for c in load_results(path)["claims"]}
+    assert len(asked) > 10 and {b["model"] for b in asked} == {"some-model"}
+    assert all("answered by a server" in claims[k]["note"] and claims[k]["verdict"] == "not reproduced" for k in ("C3", "C4"))
 
 
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):

@@ -75,7 +75,7 @@ def read_game(
 ) -> tuple[MarkovGame, dict]:  # the game; names
     "The game of a JSON file. ValueError that names the file and what is wrong, OSError if it cannot be read."
     try:
-        return game_from(json.loads(Path(path).read_text(encoding="utf-8")))
+        return game_from(json.loads(Path(path).read_text(encoding="utf-8-sig")))
     except (ValueError, RecursionError) as e:
         kind = "not valid JSON: " if isinstance(e, (json.JSONDecodeError, UnicodeDecodeError)) else ""
         raise ValueError(f"{path}: {kind}{e}") from None

@@ -9,6 +9,7 @@ __all__ = ['windows', 'truncated_draws', 'uniforms', 'replay', 'each_draw', 'gau
 # %% ../../../nbs/decision/odr/02_dropo.ipynb #61d7133f
 import warnings
 from collections.abc import Callable
+from numbers import Integral
 
 import numpy as np
 from scipy import special
@@ -122,8 +123,8 @@ def dropo_loglik(
         raise ValueError(f"mu must be {d} finite numbers, one for each row of bounds, got {mu.tolist()}")
     if std.shape != (d,) or not (np.isfinite(std) & (std >= 0)).all():
         raise ValueError(f"std must be {d} finite non-negative numbers, got {std.tolist()}")
-    if n_samples < 2 or not epsilon > 0:
-        raise ValueError(f"n_samples must be at least 2 and epsilon positive, got {n_samples} and {epsilon}")
+    if not isinstance(n_samples, Integral) or n_samples < 2 or not epsilon > 0:
+        raise ValueError(f"n_samples must be an integer of at least 2 and epsilon positive, got {n_samples} and {epsilon}")
     starts, scale = windows(data.done, horizon), state_scale(data) if standardize else 1.0
     ends = replay(sim, truncated_draws(mu, std, sim.bounds, uniforms(n_samples, d, seed)), data, starts, horizon)
     return float(gaussian_scores(ends / scale, data.s_next[starts + horizon - 1] / scale, epsilon).sum())

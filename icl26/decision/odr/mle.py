@@ -11,6 +11,7 @@ __all__ = ['whiten', 'row_terms', 'check_cov', 'standard_normals', 'parameter_dr
 # %% ../../../nbs/decision/odr/01_mle.ipynb #63faa43a
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -99,7 +100,9 @@ def standard_normals(
     d: int,
     seed: int = 0,
 ) -> np.ndarray:  # (M, d)
-    "Scrambled Sobol points turned standard normal."
+    "Scrambled Sobol points turned standard normal. ValueError unless the size (`n_samples`) is a positive integer."
+    if not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"n_samples must be a positive integer, got {size!r}")
     u = qmc.Sobol(d, rng=np.random.default_rng(seed)).random_base2(int(np.ceil(np.log2(max(size, 2)))))[:size]
     return special.ndtri(np.clip(u, 1e-12, 1 - 1e-12))
 

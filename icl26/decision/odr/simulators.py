@@ -126,7 +126,10 @@ class LinearGaussianSimulator:
                 f"features must return ({len(s)}, {len(self.noise_cov)}, {len(self.bounds)}) "
                 f"(N, n of noise_cov, d of bounds), got {F.shape}"
             )
-        return np.zeros(F.shape[:2]) if self.drift is None else np.asarray(self.drift(s, a), float), F
+        g = np.zeros(F.shape[:2]) if self.drift is None else np.asarray(self.drift(s, a), float)
+        if g.shape != F.shape[:2]:
+            raise ValueError(f"drift must return {F.shape[:2]} (N, n of noise_cov), got {g.shape}")
+        return g, F
 
     def mean(self, xi: np.ndarray, s: np.ndarray, a: np.ndarray) -> np.ndarray:
         "g + F ξ: xi (d,) gives (N, n); xi (M, d) gives (M, N, n), where s may also be (M, N, n)."
@@ -192,6 +195,8 @@ class PendulumSimulator:
 
     def _speed(self, xi, s, a):
         "ω' before its clip at 8 rad/s, with xi[..., None, :] broadcast against the rows."
+        if s.shape[-1] != 2:
+            raise ValueError(f"s must have 2 columns, the pendulum's angle and angular velocity, got shape {s.shape}")
         m, l = np.asarray(xi, float)[..., None, 0], np.asarray(xi, float)[..., None, 1]
         u = np.clip(np.asarray(a, float)[..., 0], -self.max_torque, self.max_torque)
         pull, push = 1.5 * self.g * np.sin(s[..., 0]), 3 * u

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..envs import PARAMETER_KINDS, MujocoSim, clipped, make_env
+from ...cli import CommandParser, command
+from ..envs import PARAMETER_KINDS, MujocoSim, clipped, get_params, make_env
 from .dropo import DROPO
 from .mle import ODR, Identifiability, identifiability, point_estimate
 from .simulators import Transitions, robot_log
+from ...repro.results import write_text
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #07aae6e7
 # what reading a damaged archive can raise: zlib.error for its data, NotImplementedError and RuntimeError for flipped flags of
@@ -68,7 +69,8 @@ def expand_params(
     model,  # a mujoco.MjModel
     params: list[str],  # "kind:name", or "kind" for all of that kind
 ) -> list[str]:
-    "Parameter names with every kind spelled out. ValueError for an unknown kind."
+    """Parameter names with every kind spelled out, without those whose nominal value is 0 (a free joint has no damping).
+    ValueError for an unknown kind, or one that is 0 everywhere."""
     import mujoco
 
     out = []
@@ -83,7 +85,11 @@ def expand_params(
         ids = dict(body=range(1, model.nbody), geom=range(model.ngeom), joint=range(model.njnt))[what]
         if p == "gear":
             ids = sorted({int(j) for j in model.actuator_trnid[:, 0]})
-        out += [f"{p}:{mujoco.mj_id2name(model, kind, i)}" for i in ids]
+        named = [f"{p}:{mujoco.mj_id2name(model, kind, i)}" for i in ids]
+        some = [n for n, value in zip(named, get_params(model, named)) if value > 0]
+        if not some:
+            raise ValueError(f"params: every {p} of this robot is 0, so it has no box in nominal values")
+        out += some
     return out
 
 
@@ -110,14 +116,13 @@ def simulator_for(
     names = expand_params(env.model, list(params))
     if twice := sorted({p for p in names if names.count(p) > 1}):
         raise ValueError(f"params: {', '.join(twice)} named twice; name each parameter once")
-    probe = MujocoSim(env_id, names, noise_sd=noise_sd, skip=full - n, threads=threads)
-    probe.bounds = np.outer(probe.nominal, scale)
-    if not (probe.bounds[:, 0] < probe.bounds[:, 1]).all():
-        flat = [x for x, b in zip(names, probe.bounds) if not b[0] < b[1]]
+    bounds = np.outer(get_params(env.model, names), scale)
+    flat = [x for x, b in zip(names, bounds) if not b[0] < b[1]]
+    if flat:
         raise ValueError(
-            f"params: the box {scale} of nominal values is empty for {', '.join(flat)} (nominal value 0?)"
+            f"params: the box {tuple(scale)} of nominal values is empty for {', '.join(flat)} (nominal value 0)"
         )
-    return probe
+    return MujocoSim(env_id, names, bounds=bounds, noise_sd=noise_sd, skip=full - n, threads=threads)
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #aebfb206
 def residual_noise(
@@ -326,9 +331,9 @@ def fit_log(
     )
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #7c512ac5
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     "Arguments of `icl26 use odr`."
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog="icl26 use odr", description="Fit a MuJoCo robot's parameters to a log of transitions."
     )
     fit = p.add_subparsers(dest="command", required=True).add_parser(
@@ -373,6 +378,8 @@ def check_arguments(
     args: argparse.Namespace,  # of `fit`
 ) -> None:
     "ValueError or OSError that names an argument that cannot be used, before any work is done."
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {args.seed}")
     for name in ("rows", "budget", "horizon"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -393,11 +400,11 @@ def main(
     argv: list[str] | None = None,  # arguments after `icl26 use odr`; None: those of the process
 ) -> int:  # 0, or 2 for input that cannot be used
     "The command `icl26 use odr`. Errors of the user are one line on stderr."
-    try:
+    args = None
+
+    def work() -> int:
+        nonlocal args
         args = parser().parse_args(argv)
-    except SystemExit as e:
-        return int(e.code or 0)
-    try:
         check_arguments(args)
         report = fit_log(
             load_log(args.log),
@@ -414,11 +421,7 @@ def main(
         )
         print("\n".join(report.lines()), flush=True)
         if args.out is not None:
-            Path(args.out).write_text(
-                json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-    except (ValueError, OSError, ImportError) as e:
-        where = f"{args.log}: " if isinstance(e, LogError) else ""
-        print(f"icl26: error: {where}{e}", file=sys.stderr)
-        return 2
-    return 0
+            write_text(args.out, json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        return 0
+
+    return command(work, explain=lambda e: f"{args.log}: {e}" if isinstance(e, LogError) else str(e))

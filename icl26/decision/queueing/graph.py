@@ -143,9 +143,11 @@ class OperatorGraph:
         tol: float = 1e-8,  # sup-norm error of V that is asked for
         max_iter: int = 100_000,  # rounds of value iteration
     ) -> Solution:
-        "Optimal values and policies by value iteration with two-sided bounds. ValueError for a tolerance that is not positive."
+        "Optimal values and policies by value iteration with two-sided bounds. ValueError for a tolerance or a number of rounds that is not positive."
         if not is_finite(tol) or tol <= 0:
             raise ValueError(f"tol: a positive number is needed, got {tol!r}")
+        if isinstance(max_iter, bool) or not isinstance(max_iter, Integral) or max_iter < 1:
+            raise ValueError(f"max_iter: a whole number of at least 1 is needed, got {max_iter!r}")
         reach, W, n, error = self.discount / (1 - self.discount), np.zeros(self.shape), 0, math.inf
         V = W
         while error > tol and n < max_iter:

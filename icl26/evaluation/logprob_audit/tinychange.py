@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,11 @@ def _floats(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.is_floating_point()]
 
 
+def _wide(p: Tensor) -> Tensor:
+    "In float32, or as it is if it is wider: what a change is computed in before it is rounded to the model's own type."
+    return p if p.dtype == torch.float64 else p.float()
+
+
 @torch.no_grad()
 def add_noise(
     model: nn.Module,  # left as it is
@@ -63,7 +69,7 @@ def add_noise(
     new, rng = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for p in _floats(new):
         noise = torch.randn(p.shape, generator=rng, dtype=torch.float32).to(p.device)
-        p.copy_(p.float() + scale * noise)  # copy_ rounds to the parameter's type
+        p.copy_(_wide(p) + scale * noise)  # copy_ rounds to the parameter's type
     return new
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #abb4cc05
@@ -154,9 +160,9 @@ def chat_batch(
 
 # %% ../../../nbs/evaluation/logprob_audit/03_tinychange.ipynb #33dcc266
 def _float32_copy(model: nn.Module) -> nn.Module:
-    "A deep copy with float32 parameters that can be trained, buffers as they are."
+    "A deep copy with float32 parameters (float64 stays) that can be trained, buffers as they are."
     new = copy.deepcopy(model)
-    for p in _floats(new): p.data, p.requires_grad, p.grad = p.data.float(), True, None
+    for p in _floats(new): p.data, p.requires_grad, p.grad = _wide(p.data), True, None
     return new
 
 
@@ -270,6 +276,8 @@ class TinyChange:
         seed: int = 0,  # of noise, random pruning and the adapters
     ):
         finetune = () if finetune_batches is None else tuple(finetune)
+        if not all(isinstance(k, Integral) and k >= 1 for k in finetune):
+            raise ValueError(f"finetune must hold numbers of steps, whole and 1 or more, got {finetune}")
         if noise and not _floats(model):
             raise ValueError("noise: the model has no floating-point parameter")
         if prune and not mlp_weights(model):

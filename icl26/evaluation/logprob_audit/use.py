@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ...cli import CommandParser, command
 from .monitor import append_line, detect_changes, lt_series, read_lines
 from icl26.evaluation.logprob_audit.statistic import (
     attainable_pvalue,
@@ -237,9 +238,9 @@ def run_series(
     return [dict(answer=int(j) + window, statistic=float(s[j])) for j in detect_changes(s, min_statistic=min_statistic)]
 
 # %% ../../../nbs/evaluation/logprob_audit/08_use.ipynb #6fb64ce8
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     "The command line."
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog="icl26 use logprob_audit",
         description="Did the model behind an endpoint change?",
         epilog="exit code of check: 0 nothing found, 3 changed, 2 error",
@@ -306,15 +307,8 @@ def main(
     argv: list[str] | None = None,  # arguments after `icl26 use logprob_audit`; None: those of the process
 ) -> int:  # 0, 2 for an error, 3 when a check finds a change, 130 when interrupted
     "The command `icl26 use logprob_audit`. Errors of the user are one line on stderr."
-    try:
-        args = parser().parse_args(argv)
-    except SystemExit as e:
-        return int(e.code or 0)
-    try:
-        return _run(args)
-    except (ValueError, OSError, ImportError, RuntimeError) as e:  # a server's errors are RuntimeErrors
-        print(f"icl26: error: {e}", file=sys.stderr)
-        return 2
+    try:  # a server's errors are RuntimeErrors
+        return command(lambda: _run(parser().parse_args(argv)), wrong=(ValueError, OSError, ImportError, RuntimeError))
     except KeyboardInterrupt:
         print("icl26: interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130

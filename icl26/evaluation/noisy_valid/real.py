@@ -167,15 +167,17 @@ def read_texts(
         raise ValueError(f"{path}: no such file; want a CSV with the columns text, label and, for answers, prompt")
     with path.open(newline="", encoding="utf-8-sig") as f:
         reader = csv.DictReader(f)
-        if not {"text", "label"} <= set(reader.fieldnames or ()):
-            raise ValueError(f"{path}: want the columns text and label, got {reader.fieldnames}")
         try:
-            rows = [(r["text"], (r["label"] or "").strip(), r.get("prompt") or "", reader.line_num) for r in reader]
-        except csv.Error as e:  # a field beyond the reader's limit, a NUL
+            names = reader.fieldnames
+            rows = [(r.get("text"), (r.get("label") or "").strip(), r.get("prompt") or "", reader.line_num) for r in reader]
+        except (csv.Error, UnicodeDecodeError) as e:  # a field beyond the reader's limit, a NUL, another encoding
             raise ValueError(f"{path}: line {reader.line_num}: {e}") from e
-    bad = [(y, line) for _, y, _, line in rows if y not in ("0", "1")]
+    if not {"text", "label"} <= set(names or ()):
+        raise ValueError(f"{path}: want the columns text and label, got {names}")
+    bad = [(f"label must be 0 or 1, got {y!r}", line) for _, y, _, line in rows if y not in ("0", "1")]
+    bad += [("the row has no text", line) for text, _, _, line in rows if text is None]
     if bad or not rows:
-        raise ValueError(f"{path}: " + (f"line {bad[0][1]}: label must be 0 or 1, got {bad[0][0]!r}" if bad else "no rows"))
+        raise ValueError(f"{path}: " + ("line {1}: {0}".format(*min(bad, key=lambda b: b[1])) if bad else "no rows"))
     return [(t, int(y), p) for t, y, p, _ in rows]
 
 
