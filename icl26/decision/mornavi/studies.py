@@ -8,8 +8,7 @@ __all__ = ['GAMES', 'POINTS', 'make_game', 'regret_slope', 'regret_ratio', 'cove
 # %% ../../../nbs/decision/mornavi/05_studies.ipynb #78765890
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from . import worst_case
 from .game import MarkovGame, combination_lock, hidden_refuge, robust_gaps, robust_values, two_step_game
 from ..tabular import random_game
 from ...repro import cached
+from ...repro.workers import run_jobs
 
 # %% ../../../nbs/decision/mornavi/05_studies.ipynb #f0c7382b
 GAMES = {
@@ -113,8 +113,4 @@ def run_all(
     workers: int = 1,  # processes
 ) -> list[dict]:
     "`learn` for every job, in order, kept between calls. An error in a run is raised here."
-    workers = min(workers, len(jobs))
-    if workers <= 1:
-        return [kept(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda job: kept(job, pool), jobs))  # a thread for each process: the cache stays with this one
+    return run_jobs(jobs, kept, workers)
