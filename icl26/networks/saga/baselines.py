@@ -202,7 +202,7 @@ class CORAL(SAGA):
 class MMD(SAGA):
     "Kernel mean distances over all pairs in place of both alignment terms."
 
-    rows = 256  # of each domain a step
+    rows = 128  # of each domain a step
 
     def alignment(self, z: dict, m: dict, pair, weights: Tensor, progress: float) -> tuple[Tensor, dict]:
         "Mean over views and hops, on a random part of the rows."

@@ -190,9 +190,9 @@ class Choice:
 
     @torch.no_grad()
     def moments(self, x: Tensor) -> Tensor:  # (V, K, N, F) -> (V, K, d, d)
-        "Second moments of all nodes' embeddings, without dropout, batch by batch: no matrix of nodes by nodes."
+        "Second moments of all nodes' embeddings, without dropout, some thousand nodes at a time: no matrix of nodes by nodes."
         self.net_.eval()
-        step, total = self.batch_size or x.shape[2], 0.0
+        step, total = max(self.batch_size or x.shape[2], 4096), 0.0
         for i in range(0, x.shape[2], step):
             part = x[:, :, i : i + step]
             total = total + second_moment(self.net_.encoder(part)) * part.shape[2]
