@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEEDS', 'ROLE', 'GRAMMAR', 'REQUEST', 'HEAD', 'UNARY', 'SearchResult', 'check_count', 'RewardSearch', 'draw_parents',
-           'as_function', 'extract_code', 'build_prompt', 'LMProposer', 'first_function', 'random_expression', 'has_x',
+           'as_function', 'extract_code', 'build_prompt', 'LMProposer', 'random_expression', 'has_x',
            'RandomExpressions', 'as_expression', 'places', 'ExpressionMutation']
 
 # %% ../../../nbs/decision/dail/03_search.ipynb #d4d432a8
@@ -170,20 +170,9 @@ class LMProposer:
         how = dict(n=1, max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=self.seed + self.calls)
         self.calls += 1
         if self.primed:
-            text = self.lm.generate([f"{prompt}\n\n```python\n{HEAD}"], stop="```", **how)[0][0]
-            return first_function(HEAD + text)
+            text = self.lm.generate([f"{prompt}\n\n```python\n{HEAD}    return"], stop=["\n", "```"], **how)[0][0]
+            return f"{HEAD}    return{text}".rstrip()
         return extract_code(self.lm.generate([[{"role": "user", "content": prompt}]] if self.chat else [prompt], **how)[0][0])
-
-
-def first_function(text: str) -> str:
-    "The head and the indented or empty lines after it: where a base model starts something else, its function is over."
-    head, *lines = text.split("\n")
-    body = []
-    for line in lines:
-        if line.strip() and not line.startswith((" ", "\t")):
-            break
-        body.append(line)
-    return "\n".join([head, *body]).rstrip()
 
 # %% ../../../nbs/decision/dail/03_search.ipynb #e9438d7b
 UNARY = [name for name, op in FUNCTIONS.items() if op.arity == 1]
