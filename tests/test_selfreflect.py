@@ -196,6 +196,10 @@ def test_bad_input_is_named(call, text):
     (lambda: sr.SelfReflect(Scripted()).score(QUESTION, "x", "Ann Lee", TEST), "conditioning_answers: want a list"),
     (lambda: sr.SelfReflect(Scripted()).score_many(QUESTION, SUMMARIES, CONDITIONING, "Bo"), "test_answers: want a list"),
     (lambda: sr.tabulate("Barton"), "answers: want a list"), (lambda: sr.embedding_distance("x", "Bo", lambda t: np.ones((len(t), 2))), "answers: want a list"),
+    (lambda: sr.SelfReflect(Scripted()).score(QUESTION, "x", ["Bo", None], TEST), r"conditioning_answers\[1\]: want a text, got None"),
+    (lambda: sr.SelfReflect(Scripted()).score(QUESTION, "x", ["Bo"], ["a", "b", math.nan]), r"test_answers\[2\]: want a text, got nan"),
+    (lambda: sr.tabulate(["Bo", None]), r"answers\[1\]: want a text"),
+    (lambda: sr.SelfReflect(Scripted(), temperature="5"), "temperature: want a number"), (lambda: sr.SelfReflect(Scripted(), batch_size="32"), "batch_size: want a number"),
     (lambda: sr.summarize(None, QUESTION, "tabulate", answers="Barton"), "answers: want a list"), (lambda: sr.lm_judge(None, QUESTION, ["x"], "Bo"), "answers: want a list"),
 ])
 def test_one_text_is_not_a_list_of_letters(call, text):
@@ -306,6 +310,55 @@ def test_five_kept_log_probabilities_are_what_gemma_says():
     again = lm.next_token_logprobs([c.prompts[""][0], c.prompts["good"][0]])
     tv = sr.total_variation(sr.tempered(again[0], 5.0), sr.tempered(again[1], 5.0))
     np.testing.assert_allclose(c.score("good"), tv, atol=2e-4)
+    committed = ROOT / "results/evaluation/selfreflect/results.json"
+    if committed.is_file():                                                              # question 0 of the run that the site shows
+        parts = next(x for x in load_results(committed)["claims"] if x["id"] == "rank")["values"]
+        for p in parts:
+            np.testing.assert_allclose(p["values"][0], c.score(p["label"].split()[-1]) - c.score("good"), atol=2e-4)
+
+
+# -- few questions, and one that fails ---------------------------------------------------------------------------------
+
+def test_a_mean_over_few_questions_has_students_interval():
+    from icl26.evaluation.selfreflect.metric import dataset_interval
+    from scipy import stats
+
+    one_token = [np.full((7, 2), (x, 1.0)) for x in (0.2, 0.35, 0.5)]
+    i, want = dataset_interval(one_token), stats.t.interval(0.95, 2, 0.35, stats.sem([0.2, 0.35, 0.5]))
+    np.testing.assert_allclose([i.estimate, i.low, i.high, i.n], [0.35, *want, 3])
+    alone = dataset_interval(one_token[:1])
+    assert alone.estimate == pytest.approx(0.2) and math.isnan(alone.low) and math.isnan(alone.high)
+    six = dataset_interval(one_token * 2)
+    assert six.method == "two-stage bootstrap" and six.high - six.low < i.high - i.low
+    with pytest.raises(ValueError, match="at least one question"):
+        dataset_interval([np.zeros((0, 2))])
+
+
+class Moody(Scripted):
+    "Fails on one question."
+
+    def next_token_logprobs(self, prompts):
+        if any("broken" in p for p in prompts):
+            raise RuntimeError("out of memory")
+        return super().next_token_logprobs(prompts)
+
+
+def test_a_question_on_which_a_model_fails_ends_no_run(caplog):
+    judge = sr.SelfReflect(Moody())
+    with caplog.at_level(logging.WARNING):
+        c, _ = experiments.judged(judge, "broken", SUMMARIES, CONDITIONING, TEST, temperatures=[1.0])
+    assert not c.rows and c.sent == 0 and "broken" in caplog.text and "out of memory" in caplog.text
+    assert all(math.isnan(c.score(s, t)) for s in SUMMARIES for t in (None, 1.0)) and len(c.totals("table")) == 0
+    assert experiments.judged(judge, QUESTION, SUMMARIES, CONDITIONING, TEST)[0].rows
+
+    class Short:
+        def generate(self, prompts, **how):
+            raise ValueError("prompts: one has 900 tokens, more than the model's context of 512")
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert experiments.instruct_case(Short(), QUESTION, (2, 1, 2), seed=0) is None
+    assert "900 tokens" in caplog.text
 
 
 # -- a run: intervals and verdicts from the recorded numbers ---------------------------------------------------------
@@ -451,13 +504,47 @@ def stand_in(tmp_path_factory):
 
 def test_gpu_profile_runs_on_a_tiny_model(stand_in, tmp_path):
     path = reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", str(stand_in / "model"),
-                     env={experiments.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(tmp_path / "cache")})
+                     env={experiments.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(stand_in / "cache")})
     record = load_results(path)
     claims = {c["id"]: c for c in record["claims"]}
     assert not any(c["verdict"] == "not run" for c in record["claims"])
     assert {claims[k]["scale"] for k in ("rank", "fine", "baselines", "introspect", "introspect_prompt")} == {"paper"}
     assert claims["introspect"]["n"] == 6 and len(claims["introspect_prompt"]["values"]) == 4
     check_run(record)
+
+
+def test_gpu_profile_measures_what_it_can_without_weights_or_data(stand_in, tmp_path, monkeypatch):
+    "In this process: no weights; then one data set of three, with a question that no model takes; then none."
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ICL26_CACHE", str(stand_in / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "simple_qa.csv").write_text("question\nWhat is it?\nWhere?\nWho?\n" + "far " * 6000 + "too long?\n")
+    monkeypatch.setenv(experiments.DATA_FOLDER, str(tmp_path / "data"))
+    claims = {c["id"]: c for c in run_here(tmp_path / "none", profile="gpu", device="cpu")["claims"]}
+    assert claims.pop("closed_form")["verdict"] == "descriptive"
+    assert all(c["verdict"] == "not run" and f"the judge {experiments.JUDGE} is not to be had" in c["reason"] for c in claims.values())
+    claims = {c["id"]: c for c in run_here(tmp_path / "some", profile="gpu", device="cpu", model=str(stand_in / "model"))["claims"]}
+    assert claims["introspect"]["n"] == 3 and "1 questions without a score" in claims["introspect"]["note"] and "data set trivia_qa is not to be had" in claims["introspect"]["note"]
+    (tmp_path / "data" / "simple_qa.csv").unlink()
+    claims = {c["id"]: c for c in run_here(tmp_path / "no data", profile="gpu", device="cpu", model=str(stand_in / "model"))["claims"]}
+    assert {k for k, c in claims.items() if c["verdict"] == "not run"} == {"introspect", "introspect_prompt"}
+    assert all("simple_qa.csv: no such file" in claims[k]["reason"] for k in ("introspect", "introspect_prompt"))
+
+
+def run_here(out, **params):
+    "The reproduction's cells in this process, without a kernel's start; its results."
+    import matplotlib
+
+    page = json.loads((ROOT / "nbs/evaluation/selfreflect/09_reproduce.ipynb").read_text(encoding="utf-8"))
+    scope = dict(display=lambda *shown: None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        for cell in page["cells"]:
+            if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
+                if "parameters" in cell["metadata"].get("tags", ()):
+                    scope |= params | dict(out_dir=str(out))
+    return load_results(out / "results.json")
 
 
 def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
@@ -485,6 +572,7 @@ def answers(tmp_path_factory):
     rows = [dict(question=q, summaries=SUMMARIES, answers=CONDITIONING) for q in (QUESTION, "Who was last?")]
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[0] | {"summaries": "x"}))
+    (folder / "marked.jsonl").write_text(json.dumps(rows[0] | {"summaries": {"(floor)": "x"}}))
     tiny_lm(seed=1, max_positions=2048).save_pretrained(folder / "judge")
     return folder
 
@@ -507,7 +595,7 @@ def test_the_command_scores_every_summary(answers):
         assert name == "(floor)" or entry["words"] and 0 < entry["words"][0]["share"] <= 1
     assert set(report["mean"]) == {*SUMMARIES, "(floor)", "(nothing)"} and report["mean"]["table"]["questions"] == 2
     text = use("answers.jsonl", "--judge", "judge", "--device", "cpu", cwd=answers).stdout
-    assert text.startswith(QUESTION) and "of the score" in text and "mean over questions" in text
+    assert text.startswith(QUESTION) and "of the score" in text and "mean over questions" in text and "fewer than six questions: Student’s t" in text
 
 
 def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
@@ -549,7 +637,7 @@ def test_kept_judgements_follow_the_text_of_the_prompts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("args, text", [
-    (("none.jsonl", "--judge", "judge"), "No such file"), (("answers.jsonl",), "--judge"), (("bad.jsonl", "--judge", "judge"), "bad.jsonl, line 2: summaries must be"),
+    (("none.jsonl", "--judge", "judge"), "No such file"), (("answers.jsonl",), "--judge"), (("bad.jsonl", "--judge", "judge"), "bad.jsonl, line 2: summaries must be"), (("marked.jsonl", "--judge", "judge"), "marked.jsonl, line 1: summaries: the name '(floor)' begins"),
     (("answers.jsonl", "--judge", "judge", "--temperature", "-1"), "--temperature"), (("answers.jsonl", "--judge", "judge", "--temperature", "inf"), "--temperature"), (("answers.jsonl", "--judge", "."), "--judge .")])
 def test_a_mistake_is_one_line_and_exit_code_2(answers, args, text):
     run = use(*args, cwd=answers)

@@ -19,7 +19,8 @@ import numpy as np
 from scipy.stats import rankdata
 
 from . import metric, summaries as ways
-from .metric import Comparison, SelfReflect
+from ..asking import first_line, may_be_the_question
+from .metric import Comparison, JudgeError, SelfReflect, logger
 from .summaries import GREEDY, ask, list_answers, summarize, tabulate
 from .validation import ALMOST, KEY, RATE, Belief, interventions, lm_judge, moved
 from ...repro import cached
@@ -42,7 +43,21 @@ def judged(
     watch: Sequence[str] = (),  # words whose log-probability is kept
     temperatures: Sequence[float] = (),  # further τ
 ) -> tuple[Comparison, np.ndarray]:  # what the judge said; (2,) seconds of clock and processor when it was asked
-    "`SelfReflect.compare`, kept under the judge's weights and the text of all prompts, if the judge has a `model_hash`."
+    """`SelfReflect.compare`, kept under the judge's weights and the text of all prompts, if the judge has a `model_hash`.
+
+    A judge that fails gives a comparison without rows, whose scores are nan, and a logged warning; that is not kept."""
+    try:
+        return _kept_comparison(sr, question, summaries, conditioning, test, watch, temperatures)
+    except JudgeError as e:
+        logger.warning("no score for the question %.80r: %s", question, e)
+    every = [sr.temperature, *map(float, temperatures)]
+    empty = lambda *more: {name: [] for name in (*more, *summaries)}
+    return Comparison(every, [], [], {name: [[] for _ in every] for name in summaries}, [], empty(), empty(""), empty(""), empty(""),
+                      len(test), 0), np.zeros(2)
+
+
+def _kept_comparison(sr: SelfReflect, question: str, summaries: Mapping[str, str], conditioning: Sequence[str], test: Sequence[str],
+                     watch: Sequence[str], temperatures: Sequence[float]) -> tuple[Comparison, np.ndarray]:
     ask = lambda: sr.compare(question, summaries, conditioning, test, watch=watch, temperatures=temperatures)
 
     def build() -> dict:
@@ -65,7 +80,7 @@ def rated(
     summaries: Mapping[str, str],  # name -> text
     answers: Sequence[str],
 ) -> tuple[dict[str, float], np.ndarray]:  # name -> expected rating, 1 to 5; (2,) seconds of clock and processor
-    "`lm_judge` by name, kept under the judge's weights and everything that is sent."
+    "`lm_judge` by name, kept under the judge's weights and everything that is sent; nan and a logged warning if the judge fails on it."
     key = dict(what="selfreflect rating and seconds", model=lm.model_hash, question=question, summaries=dict(summaries),
                answers=list(answers), template=RATE, chat=getattr(lm.tokenizer, "chat_template", None))
 
@@ -73,7 +88,13 @@ def rated(
         found, seconds = timed(lambda: lm_judge(lm, question, list(summaries.values()), answers))
         return dict(ratings=found.tolist(), seconds=seconds)
 
-    found = cached(key, build, code=(lm_judge,))
+    try:
+        found = cached(key, build, code=(lm_judge,))
+    except (ValueError, RuntimeError) as e:
+        if not may_be_the_question(e):
+            raise
+        logger.warning("no rating for the question %.80r: %s", question, first_line(e))
+        return dict.fromkeys(summaries, float("nan")), np.zeros(2)
     return dict(zip(summaries, found["ratings"])), np.array(found["seconds"])
 
 # %% ../../../nbs/evaluation/selfreflect/06_experiments.ipynb #6faa7b04
@@ -137,8 +158,8 @@ def instruct_case(
     sizes: tuple[int, int, int],
     seed: int,
     max_new_tokens: int = 256,  # paper
-) -> dict:
-    "The same for an instruct model, which writes all summaries itself; kept if the model has a `model_hash`."
+) -> dict | None:
+    "The same for an instruct model, which writes all summaries itself; kept if the model has a `model_hash`. None and a logged warning if it fails on this question."
     a, b = sizes[0], sizes[0] + sizes[1]
     how = dict(n=sum(sizes), max_new_tokens=max_new_tokens, temperature=1.0, seed=seed)
 
@@ -153,7 +174,13 @@ def instruct_case(
 
     key = dict(what="selfreflect instruct answers", model=getattr(lm, "model_hash", None), question=question,
                sizes=list(sizes), chat=getattr(getattr(lm, "tokenizer", None), "chat_template", None), **how)
-    found = build() if key["model"] is None else cached(key, build, code=(ways,))
+    try:
+        found = build() if key["model"] is None else cached(key, build, code=(ways,))
+    except (ValueError, RuntimeError) as e:
+        if not may_be_the_question(e):
+            raise
+        logger.warning("no answers to the question %.80r: %s", question, first_line(e))
+        return None
     return dict(question=question, summaries=found["summaries"] | {"floor": list_answers(found["drawn"][b:])},
                 conditioning=found["drawn"][:a], test=found["drawn"][a:b], seconds=np.array(found["seconds"]))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .masking import DEFAULT_STOPWORDS, EDGE, mask_tasks
-from ...stats import Interval, bootstrap_ci
+from ...stats import Interval, bootstrap_ci, t_interval
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #9c55b4ea
 def tempered(
@@ -269,14 +269,18 @@ def text_list(
     name: str,  # of the argument, for the message
     texts: Sequence[str],
 ) -> list[str]:
-    "The texts as a list. TypeError for a single text, which would be split into letters."
+    "The texts as a list. TypeError for a single text, which would be split into letters, and for what is no text."
     if isinstance(texts, (str, bytes)):
         raise TypeError(f"{name}: want a list of texts, got one text ({texts!r:.60})")
-    return list(texts)
+    texts = list(texts)
+    for i, t in enumerate(texts):
+        if not isinstance(t, str):
+            raise TypeError(f"{name}[{i}]: want a text, got {t!r:.60}; leave missing answers out")
+    return texts
 
 
 class SelfReflect:
-    "Scores summaries of answers with a judge; lower is better. ValueError: temperature or batch size not positive."
+    "Scores summaries of answers with a judge; lower is better. ValueError: temperature or batch size not positive; TypeError: no number."
 
     def __init__(
         self,
@@ -288,9 +292,12 @@ class SelfReflect:
     ):
         if not callable(getattr(judge, "next_token_logprobs", None)):
             raise TypeError(f"judge: needs next_token_logprobs(prompts), got a {type(judge).__name__}")
+        for name, x in (("temperature", temperature), ("batch_size", batch_size)):
+            if not isinstance(x, (int, float, np.number)):
+                raise TypeError(f"{name}: want a number, got {x!r:.60}")
         if not 0 < temperature < float("inf"):
             raise ValueError(f"temperature: must be positive and finite, got {temperature!r}")
-        if isinstance(batch_size, bool) or batch_size < 1 or batch_size != int(batch_size):
+        if isinstance(batch_size, bool) or not 1 <= batch_size < float("inf") or batch_size != int(batch_size):
             raise ValueError(f"batch_size: must be a whole number of at least 1, got {batch_size!r}")
         self.judge, self.temperature = judge, float(temperature)
         self.stopwords, self.batch_size = stopwords, int(batch_size)
@@ -302,7 +309,7 @@ class SelfReflect:
         conditioning_answers: Sequence[str],  # N samples that the summary should describe
         test_answers: Sequence[str],  # other samples, to be masked
     ) -> float:  # in [0, 1]; nan if no test answer has a word, or the judge failed
-        "The score of one summary. ValueError without conditioning answers; TypeError for one text in place of a list."
+        "The score of one summary. ValueError without conditioning answers; TypeError for one text in place of a list, or for what is no text."
         return self.score_many(question, {"summary": summary}, conditioning_answers, test_answers)["summary"]
 
     def score_many(
@@ -431,15 +438,21 @@ def dataset_interval(
     n_resamples: int = 1999,
     seed: int = 0,
 ) -> Interval:
-    "Mean score over questions, with a two-stage percentile bootstrap. ValueError below two questions with rows."
+    """Mean score over questions with a two-stage percentile bootstrap; below six questions with Student's t, for one without an interval (nan).
+
+    ValueError if no question has rows."""
     kept = [np.asarray(t, float) for t in totals if len(t)]
-    if len(kept) < 2:
-        raise ValueError(f"totals: at least two questions with masked words are needed, got {len(kept)}")
+    if not kept:
+        raise ValueError("totals: at least one question with masked words is needed, got none")
+    single = np.array([_ratio(t[None], axis=1)[0] for t in kept])
+    if len(kept) == 1:
+        return Interval(float(single[0]), np.nan, np.nan, level, 1, "one question")
+    if len(kept) < 6:
+        return t_interval(single, level=level)
     rng, scores = np.random.default_rng(seed), np.empty((len(kept), n_resamples))
     for q, t in enumerate(kept):
         scores[q] = _ratio(t[rng.integers(len(t), size=(n_resamples, len(t)))], axis=1)
     drawn = rng.integers(len(kept), size=(n_resamples, len(kept)))         # questions, then a resample of each
     means = scores[drawn, rng.integers(n_resamples, size=drawn.shape)].mean(axis=1)
-    estimate = np.mean([_ratio(t[None], axis=1)[0] for t in kept])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(estimate), float(low), float(high), level, len(kept), "two-stage bootstrap")
+    return Interval(float(np.mean(single)), float(low), float(high), level, len(kept), "two-stage bootstrap")

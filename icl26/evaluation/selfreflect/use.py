@@ -34,6 +34,8 @@ def parse_record(
     if not isinstance(r.get("question"), str) or not r["question"].strip():
         raise ValueError(f"{where}: question must be a text")
     s = r.get("summaries")
+    if isinstance(s, dict) and (marked := [k for k in s if k.startswith("(")]):
+        raise ValueError(f"{where}: summaries: the name {marked[0]!r} begins with a bracket, as the yardsticks (floor) and (nothing) do; rename it")
     if not isinstance(s, dict) or not s or "" in s or not all(isinstance(t, str) for t in s.values()):
         raise ValueError(f"{where}: summaries must be an object of names and texts, "
                          "such as {\"said\": \"Probably Barton.\"}")
@@ -138,9 +140,10 @@ def evaluate_all(
         questions.append(report)
         for name, t in own.items():
             totals.setdefault(name, []).append(t)
-    means = {name: dataset_interval(t, seed=seed) for name, t in totals.items() if sum(len(x) > 0 for x in t) > 1}
+    means = {name: dataset_interval(t, seed=seed) for name, t in totals.items() if len(records) > 1 and any(len(x) for x in t)}
     return dict(temperature=sr.temperature, prompts=sum(q["prompts"] for q in questions), questions=questions,
-                mean={name: dict(score=i.estimate, low=i.low, high=i.high, questions=i.n) for name, i in means.items()})
+                mean={name: dict(score=i.estimate, low=_finite(i.low), high=_finite(i.high), questions=i.n,
+                                 no_interval="one question" if i.n < 2 else "") for name, i in means.items()})
 
 # %% ../../../nbs/evaluation/selfreflect/08_use.ipynb #66baa276
 def show_report(
@@ -160,7 +163,8 @@ def show_report(
                     for w in x.get("words", ())[:words]]
         out.append("")
     if r["mean"]:
-        out.append(f"mean over questions (lower is better, τ = {r['temperature']:g})")
+        few = min(x["questions"] for x in r["mean"].values()) < 6
+        out.append(f"mean over questions (lower is better, τ = {r['temperature']:g}{'; fewer than six questions: Student’s t' if few else ''})")
         out += [line(name, x) for name, x in sorted(r["mean"].items(), key=_order)]
         out.append("")
     return "\n".join([*out, f"{r['prompts']} prompts to the judge"])
