@@ -276,7 +276,7 @@ def omcda_one_step(
     total: float,  # d_tot, nats
     *,
     sign: float = 1.0,  # -1: the broken variant
-    rounds: int = 60,
+    rounds: int = 60,  # at most
     decay: float = 0.5,  # of the moving average of influence
 ) -> dict:  # pi (G, n, A); d, alpha, m (G, n)
     "Allocation by influence at its resting point."
@@ -285,7 +285,9 @@ def omcda_one_step(
         pi, alpha = tilt_to_budgets(u, pi_b, d)
         m = decay * m + (1 - decay) * team_influence(pi, pi_b, u)
         share = np.exp(sign * m - (sign * m).max(1, keepdims=True))
-        d = total * share / share.sum(1, keepdims=True)
+        moved, d = d, total * share / share.sum(1, keepdims=True)
+        if np.abs(moved - d).max() < 1e-10 * total:
+            break
     pi, alpha = tilt_to_budgets(u, pi_b, d)
     return dict(pi=pi, d=d, alpha=alpha, m=m)
 

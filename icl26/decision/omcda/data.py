@@ -354,7 +354,7 @@ def clone_behaviour(
     "Fit `policy` to logged actions by maximum likelihood, in place."
     optimiser, trace = torch.optim.Adam(policy.parameters(), lr=lr, fused=True), []
     for t in range(steps):
-        at = torch.randint(len(obs), (batch_size,), generator=generator).to(obs.device)
+        at = torch.randint(len(obs), (batch_size,), generator=generator, device=generator.device).to(obs.device)
         loss = -policy.log_prob(policy(obs[at]), actions[at]).mean()
         optimiser.zero_grad()
         loss.backward()

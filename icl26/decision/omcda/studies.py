@@ -19,7 +19,7 @@ from .. import envs
 from . import baselines, budget, data, values
 from . import omcda as learner
 from .baselines import make_algorithm
-from .budget import OneStepTeams, allocations, fit_teams, omcda_one_step
+from .budget import OneStepTeams, allocations, fit_teams
 from .data import RoleGame, Sampled, TeamDataset, evaluate, log_role_game, log_team, play_role_game
 from ...repro import cached
 
@@ -69,7 +69,7 @@ def team_study(
         for k, pi in pis.items():
             out[f"gain {k}"].append(teams.gain(pi).sum(1))
             out[f"spent {k}"].append(np.asarray(budget.kl_categorical(pi, b)).sum(1))
-        out["influence"].append(omcda_one_step(u, b, total)["m"])
+        out["influence"].append(budget.team_influence(pis["influence"], b, u))
         out["contribution"].append(teams.gain(pis["influence"]))
     return {k: np.stack(v) for k, v in out.items()} | dict(weights=teams.w, totals=np.array(totals))
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .baselines import ALGORITHMS, make_algorithm
-from .data import RoleGame, TeamDataset, TeamPolicy, log_role_game
+from .data import DAMAGED, RoleGame, TeamDataset, TeamPolicy, log_role_game
 from .omcda import TeamLearner
 from ...repro.cache import write_tensors
 from ...repro.results import write_text
@@ -200,13 +200,11 @@ def check_target(option: str, target: str, inputs: tuple = (), folder: bool = Fa
 # %% ../../../nbs/decision/omcda/07_use.ipynb #b984c450
 def read_observations(path: str) -> np.ndarray:
     "Numbers of an .npy file. ValueError or OSError that names it."
-    try:
-        with open(path, "rb") as f:
+    with open(path, "rb") as f:
+        try:
             x = np.load(f, allow_pickle=False)
-    except OSError:
-        raise
-    except (ValueError, EOFError, TypeError, SyntaxError, MemoryError, OverflowError) as e:
-        raise ValueError(f"{path}: not an .npy file of plain numbers ({e})") from None
+        except DAMAGED as e:
+            raise ValueError(f"{path}: not an .npy file of plain numbers ({e})") from None
     if not isinstance(x, np.ndarray):
         raise ValueError(f"{path}: an archive of several arrays; give one array (.npy)")
     return x
