@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,20 @@ def test_signatures(name, want):
     s = inspect.signature(obj)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
     assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
+
+
+def test_a_session_needs_no_command_line():
+    code = "import sys, icl26.evaluation.bed_llm as m; m.Session; print('icl26.cli' in sys.modules, 'icl26.evaluation.bed_llm.use' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "False False\n"
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: m.BEDAgent(random_world(4, 3), n_hypotheses=2.5), "n_hypotheses and n_questions must be whole numbers"),
+    (lambda: m.BEDAgent(random_world(4, 3), n_questions=True), "n_hypotheses and n_questions must be whole numbers"),
+    (lambda: m.TableWorld(["a", "b"], ["x?"], [[1.0], [0.0]], prior=[0, 0]), r"prior: want 2 numbers of at least 0 with a positive sum, got \[0.0, 0.0\]")])
+def test_bad_settings_are_named(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
 
 
 def test_the_package_imports_no_torch():
@@ -482,6 +498,8 @@ def test_a_session_with_a_model_counts_and_keeps(tmp_path, table_file):
 @pytest.mark.parametrize("argv, text", [
     ([], "give one of"), (["--table", "none.csv"], "none.csv"), (["--table", "pets.csv", "--target", "cow"], "'cow' is not in the table"),
     (["--table", "pets.csv", "--max-turns", "0"], "max_turns"), (["--table", "pets.csv", "--seed", "x"], "--seed"), (["--resume", "pets.csv"], "not valid JSON"),
+    (["--table", "pets.csv", "--temperature", "1"], "--temperature: no effect with --table"), (["--table", "pets.csv", "--cache", "c.json", "--device", "cpu"], "--device, --cache: no effect"),
+    (["--resume", "game.json", "--seed", "3"], "--seed: no effect with --resume"), (["--model", "x", "--url", "http://x", "--device", "cpu"], "--device: no effect with --url"),
     (["--table", "bad.csv"], "bad.csv, line 2: want probabilities"), (["--model", "no/such/model", "--device", "cpu"], "no/such/model"),
     (["--model", "x", "--url", "ftp://x"], "base_url"), (["--table", "pets.csv", "--save", "pets.csv/x"], "pets.csv")])
 def test_mistakes_are_one_line(argv, text, table_file, tmp_path, monkeypatch):
@@ -534,7 +552,7 @@ def reproduce(out, *args, **env):
     return path
 
 
-def run_here(out, profile):
+def run_here(out, profile, **params):
     "The reproduction's cells in this process, without a kernel's start; its results. Through the command line the other test files run `smoke`."
     import matplotlib
 
@@ -546,7 +564,7 @@ def run_here(out, profile):
             if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
                 exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
                 if "parameters" in cell["metadata"].get("tags", ()):
-                    scope |= dict(profile=profile, out_dir=str(out))
+                    scope |= dict(profile=profile, out_dir=str(out), **params)
     return load_results(out / "results.json")
 
 
@@ -660,6 +678,50 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
     assert all(by_id[k]["verdict"] != "not run" for k in ("main", "eig", "filter", "ambiguous", "mismatch"))
     assert {p["n"] for p in by_id["main"]["values"]} == {2} and record["model_hashes"]
     assert any(f.name == "outcome.png" for f in path.parent.rglob("*.png"))
+
+
+def test_gpu_profile_without_weights_still_plays_the_closed_world(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for k, v in dict(ICL26_BED_TARGETS="2", ICL26_BED_TURNS="2", ICL26_CACHE=str(tmp_path / "cache")).items():
+        monkeypatch.setenv(k, v)
+    by_id = {c["id"]: c for c in run_here(tmp_path, "gpu", device="cpu")["claims"]}
+    assert by_id.pop("ambiguous")["verdict"] != "not run" and set(by_id) == {"main", "eig", "filter", "mismatch", "N"}
+    assert all(c["verdict"] == "not run" and "questioner Qwen/Qwen2.5-7B-Instruct is not to be had" in c["reason"] for c in by_id.values())
+
+
+def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
+    "A chat server on this machine that lists animals and questions and leans to yes; it answers itself, and there is no other answerer."
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            choice = {"index": 0, "message": {"role": "assistant", "content": "\n".join(f"{i}. Has it {w}?" if "question" in str(body["messages"]).lower() else f"{i}. {w}" for i, w in enumerate(("fur", "wings", "fins", "horns", "a tail", "scales"), 1))}}
+            if body.get("logprobs"):
+                top = [{"token": "Yes", "logprob": -0.2, "bytes": None}, {"token": "No", "logprob": -2.0, "bytes": None}]
+                choice["logprobs"] = {"content": [top[0] | {"top_logprobs": top}]}
+            data = json.dumps({"choices": [choice] * (body.get("n") or 1), "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for k, v in dict(ICL26_BED_SERVER=f"http://127.0.0.1:{server.server_port}/v1", ICL26_BED_TARGETS="2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="", ICL26_BED_DEAR="",
+                     OPENAI_API_KEY="sk-nothing").items():
+        monkeypatch.setenv(k, v)
+    by_id = {c["id"]: c for c in run_here(tmp_path, "gpu", device="cpu", model="some-model")["claims"]}
+    server.shutdown()
+    server.server_close()
+    assert len(asked) > 10 and {b["model"] for b in asked} == {"some-model"} and any(b.get("logprobs") for b in asked)
+    assert {k for k, c in by_id.items() if c["verdict"] == "not run"} <= {"mismatch", "N"} and "ICL26_BED_ANSWERER" in by_id["mismatch"]["reason"]
+    assert {p["n"] for p in by_id["main"]["values"]} == {2}
 
 
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):

@@ -515,7 +515,7 @@ def test_gpu_profile_runs_on_a_tiny_model(stand_in, tmp_path):
 
 def test_gpu_profile_measures_what_it_can_without_weights_or_data(stand_in, tmp_path, monkeypatch):
     "In this process: no weights; then one data set of three, with a question that no model takes; then none."
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("ICL26_CACHE", str(stand_in / "cache"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "simple_qa.csv").write_text("question\nWhat is it?\nWhere?\nWho?\n" + "far " * 6000 + "too long?\n")

@@ -16,8 +16,8 @@ NOT_TO_BE_HAD = (ImportError, OSError, ValueError, RuntimeError)  # no package, 
 
 
 def first_line(e: BaseException) -> str:
-    "The first line of an exception's text, or its name."
-    return (str(e).strip() or type(e).__name__).splitlines()[0]
+    "The first line of an exception's text without its full stop, or its name."
+    return (str(e).strip() or type(e).__name__).splitlines()[0].rstrip(".")
 
 
 class Missing:

@@ -10,12 +10,11 @@ __all__ = ['BEDAgent', 'FailedParse', 'GameResult', 'LMAnswerer', 'NoQuestionLef
            'LMWorld', 'Metered', 'TableWorld', 'World']
 
 # %% ../../../nbs/evaluation/bed_llm/index.ipynb #11291508
-from .agent import BEDAgent, FailedParse, GameResult, LMAnswerer, NoQuestionLeft, WeightedAgent, play, resume_game, save_game
+from .agent import BEDAgent, FailedParse, GameResult, LMAnswerer, NoQuestionLeft, Session, WeightedAgent, play, resume_game, save_game
 from .beliefs import Evidence, NoHypothesis, filter_hypotheses, posterior_weights
 from .gain import GainEstimate, eig, eig_jackknife, predictive_entropy, split_score, stop_reason
 from .preferences import LMTasteWorld, PreferenceResult, play_preferences, preference_agent
 from .rivals import DataEstimation, ImplicitMax, PromptOnly
-from .use import Session
 from .verdicts import claims
 from .worlds import LMWorld, Metered, TableWorld, World
 

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'SETTINGS', 'NoQuestionLeft', 'match_answer', 'Player', 'first_best', 'BEDAgent', 'WeightedAgent',
-           'FailedParse', 'GameResult', 'play', 'LMAnswerer', 'save_game', 'resume_game']
+           'FailedParse', 'GameResult', 'play', 'LMAnswerer', 'save_game', 'resume_game', 'span', 'typed_answer',
+           'Session']
 
 # %% ../../../nbs/evaluation/bed_llm/04_agent.ipynb #d19a97fc
+import html
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,8 +92,9 @@ class BEDAgent(Player):
         super().__init__(world.answers)
         if objective not in OBJECTIVES:
             raise ValueError(f"objective: want one of {', '.join(OBJECTIVES)}, got {objective!r}")
-        if n_hypotheses < 1 or n_questions < 1 or not 0 <= threshold <= 1:
-            raise ValueError(f"n_hypotheses and n_questions must be at least 1 and threshold in [0, 1], got {n_hypotheses}, {n_questions}, {threshold}")
+        whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1 for n in (n_hypotheses, n_questions))
+        if not whole or not 0 <= threshold <= 1:
+            raise ValueError(f"n_hypotheses and n_questions must be whole numbers of at least 1 and threshold in [0, 1], got {n_hypotheses!r}, {n_questions!r}, {threshold!r}")
         self.world, self.objective, self.n_hypotheses, self.n_questions = world, objective, n_hypotheses, n_questions
         self.threshold, self.filter_beliefs, self.seed = threshold, filter_beliefs, seed
         self.rng = np.random.default_rng(seed)
@@ -255,3 +258,99 @@ def resume_game(
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"state: not a saved game ({type(e).__name__}: {e})") from e
     return agent
+
+# %% ../../../nbs/evaluation/bed_llm/04_agent.ipynb #a301d442
+def span(gain: float, se: float) -> str:
+    "A gain in nats with its standard error, which two hypotheses don't have."
+    return f"{gain:.3f}" + (f" ± {se:.3f}" if np.isfinite(se) else "")
+
+
+def typed_answer(
+    text: str,
+    answers: Sequence[str],
+) -> str | None:  # one of `answers`, or None
+    "The answer that a person typed: a whole word as `match_answer`, or the beginning of one answer and no other, such as y for Yes."
+    begins = [y for y in answers if key(text) and key(y).startswith(key(text))]
+    return match_answer(text, answers) or (begins[0] if len(begins) == 1 else None)
+
+
+class Session:
+    "A game with a person: `question` is what is asked (None when it is over), `answer(text)` goes on. Shows itself in a notebook."
+
+    def __init__(
+        self,
+        agent: BEDAgent,
+        *,
+        epsilon: float = 0.01,  # stop when no candidate is expected to tell so many nats; 0: never for that
+        max_turns: int = 20,
+        shown: int = 5,  # candidates to show
+    ):
+        if not epsilon >= 0 or max_turns < 1 or shown < 1:
+            raise ValueError(f"epsilon must be at least 0, max_turns and shown at least 1, got {epsilon!r}, {max_turns} and {shown}")
+        self.agent, self.epsilon, self.max_turns, self.shown, self.question, self.reason = agent, epsilon, max_turns, shown, None, ""
+        self._next()
+
+    def _next(self) -> None:
+        a, self.question = self.agent, None
+        try:
+            if len(a.history) >= self.max_turns:
+                a.believe()
+                self.reason = f"{self.max_turns} questions were asked"
+                return
+            question = a.ask()
+            self.reason = a.stop(self.epsilon) or ""
+            self.question = None if self.reason else question
+        except (NoQuestionLeft, NoHypothesis) as e:
+            self.reason = str(e)
+
+    def answer(self, text: str) -> "Session":
+        "Take an answer (its first word is enough, or its first letters if no other answer begins so) and ask on. ValueError for anything else, or if the game is over."
+        if self.question is None:
+            raise ValueError(f"the game is over: {self.reason}")
+        found = typed_answer(text, self.agent.answers)
+        if found is None:
+            raise ValueError(f"answer: want {' or '.join(self.agent.answers)}, got {text!r}")
+        self.agent.observe(self.question, found)
+        self._next()
+        return self
+
+    def skip(self) -> "Session":
+        "Drop the question unanswered and ask another one."
+        if self.question is not None:
+            self.agent.skip(self.question)
+            self._next()
+        return self
+
+    def candidates(self) -> list[tuple[str, float, float]]:
+        "(question, expected gain, standard error) in nats, best first."
+        rows = [(x, e.gain, e.se) for x, e in self.agent.estimates().items()] if self.question else []
+        return sorted(rows, key=lambda r: (r[0] != self.question, -r[1]))
+
+    @property
+    def guess(self) -> str | None:
+        "The best guess; None if the world named nothing."
+        try:
+            return self.agent.guess()
+        except NoHypothesis:
+            return None
+
+    def lines(self) -> list[str]:
+        "What a terminal shows."
+        a, out = self.agent, []
+        for x, gain, se in self.candidates()[:self.shown]:
+            out.append(f"  {span(gain, se):15} nats  {x}")
+        left = ", ".join(a.hypotheses[:8]) + (" …" if len(a.hypotheses) > 8 else "")
+        out.append(f"  {'no hypothesis fits all answers; the closest' if a.degenerate_ else 'possible'}: {left}")
+        return out
+
+    def __repr__(self) -> str:
+        head = self.question if self.question else f"Best guess: {self.guess} ({self.reason})"
+        return "\n".join([f"{len(self.agent.history) + bool(self.question)}. {head}", *self.lines()])
+
+    def _repr_html_(self) -> str:
+        esc, a = lambda x: html.escape(str(x)), self.agent
+        said = "".join(f"<li>{esc(x)} <strong>{esc(y)}</strong></li>" for x, y in a.history)
+        rows = "".join(f"<tr><td>{esc(x)}</td><td>{span(g, s)}</td></tr>" for x, g, s in self.candidates()[:self.shown])
+        table = f"<table><thead><tr><th>candidate</th><th>expected gain, nats</th></tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+        head = f"{len(a.history) + 1}. {esc(self.question)}" if self.question else f"Best guess: {esc(self.guess)} <small>({esc(self.reason)})</small>"
+        return f"<ol>{said}</ol><p><strong>{head}</strong></p>{table}<p>possible: {esc(', '.join(a.hypotheses[:8]))}</p>"

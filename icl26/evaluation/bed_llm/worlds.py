@@ -58,7 +58,7 @@ class TableWorld:
         self.probs = _table(probs, (len(self.hypotheses), len(self.questions), len(self.answers)))
         p = np.ones(len(self.hypotheses)) if prior is None else np.asarray(prior, dtype=np.float64)
         if p.shape != (len(self.hypotheses),) or not p.min() >= 0 or not 0 < p.sum() < np.inf:
-            raise ValueError(f"prior: want {len(self.hypotheses)} numbers of at least 0 with a positive sum, got the shape {p.shape}")
+            raise ValueError(f"prior: want {len(self.hypotheses)} numbers of at least 0 with a positive sum, got {str(p.tolist()):.60}")
         self.prior = p / p.sum()
 
     def propose_hypotheses(self, history: History, n: int, rng: np.random.Generator) -> list[str]:
