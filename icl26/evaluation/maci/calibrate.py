@@ -81,7 +81,12 @@ def flatten(
     ValueError for no documents, or documents that differ in the number of scorers."""
     if not hasattr(scores, "__len__") or not len(scores):
         raise ValueError("scores: want a list with the scores of at least one document")
-    arrays = [np.asarray(s, float) for s in scores]
+    arrays = []
+    for i, s in enumerate(scores):
+        try:
+            arrays.append(np.asarray(s, float))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"scores[{i}]: want numbers in [0, 1], (N_i,) or (N_i, M), got {str(s)[:60]} ({e})") from None
     offsets = np.r_[0, np.cumsum([len(a) if a.ndim else -1 for a in arrays])]
     filled = [a for a in arrays if a.size]
     shapes = {a.shape[1:] for a in filled} or {()}

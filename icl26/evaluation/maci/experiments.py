@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOISE', 'BIAS', 'TRUTH', 'TEMPLATES', 'QUESTIONS', 'CHOICES', 'PAPER', 'Answers', 'split', 'sigmoid', 'logit',
            'generate', 'bci_by_group', 'oracle', 'compare', 'kept_shares', 'summarise', 'noise_levels', 'errors',
-           'repeats', 'token_logprobs', 'FactScores', 'score_facts', 'fitting_third', 'fit_sigmoids', 'fact_answers',
-           'FactTask', 'fact_task', 'read_claims', 'truth_scores', 'paper_answers', 'two_se', 'claims', 'interval_part',
-           'add_comparison']
+           'repeats', 'token_logprobs', 'FactScores', 'some_logprobs', 'score_facts', 'fitting_third', 'fit_sigmoids',
+           'fact_answers', 'FactTask', 'fact_task', 'read_claims', 'hard_group', 'truth_scores', 'paper_answers',
+           'two_se', 'claims', 'interval_part', 'add_comparison']
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #9c2ccf13
 import json
@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
+from ..asking import identity, in_blocks
 from ..facts import Document, country_facts, statements, tertiles, value_set
 from .calibrate import BCI, MACI
 from .conditional import CCI
@@ -292,6 +293,24 @@ class FactScores:
         return np.array([self.logprobs[c.attribute][i, :, self.column[c.attribute][c.value]] for c in document.claims])
 
 
+def some_logprobs(
+    lm: Any,  # an `icl26.lm.HFLM`
+    facts: pd.DataFrame,  # rows of `country_facts`
+    templates: Mapping[str, Sequence[str]] = TEMPLATES,
+) -> list[dict]:  # parts of a claim, one an attribute: a raw log-probability in nats
+    "A few of the numbers that `score_facts` uses, as the model gives them, so that anyone can ask it again."
+    out = []
+    for k, (a, asked) in enumerate(templates.items()):
+        first = {v: lm.tokenizer(" " + v, add_special_tokens=False)["input_ids"][0] for v in value_set(facts, a)}
+        tokens, known = sorted(set(first.values())), facts[facts[a].notna()]
+        prompts = [asked[k % len(asked)].format(country=c) for c in known.name]
+        raw, _, _ = token_logprobs(lm, prompts, tokens)
+        i, value = k % len(prompts), known[a].iloc[k % len(prompts)]
+        value = value[0] if isinstance(value, tuple) else value
+        out.append(dict(label=f"log P( {value}) | {prompts[i]}", measured=round(float(raw[i, tokens.index(first[value])]), 6)))
+    return out
+
+
 def score_facts(
     lm: Any,  # an `icl26.lm.HFLM`
     facts: pd.DataFrame,  # rows of `country_facts`
@@ -393,8 +412,8 @@ CHOICES = (" true", " false")
 
 
 def read_claims(
-    path: str | Path,  # JSON lines with document, claim, label, and perhaps context and group
-) -> list[dict]:  # one record a document: context, group, claims, labels
+    path: str | Path,  # JSON lines with document, claim, label, and perhaps context, group and hard
+) -> list[dict]:  # one record a document: context, group, hard, claims, labels
     "Labelled claims by document, in the order of the file. ValueError names the line that is wrong."
     documents: dict = {}
     for i, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
@@ -408,13 +427,28 @@ def read_claims(
                 f"{path}, line {i}: want an object with document, claim and label ({type(e).__name__}: {e})") from None
         if not isinstance(label, bool):
             raise ValueError(f"{path}, line {i}: label must be true or false, got {label!r}")
-        d = documents.setdefault(json.dumps(key),
-                                 dict(context=x.get("context", ""), group=x.get("group", "all"), claims=[], labels=[]))
+        d = documents.setdefault(json.dumps(key), dict(context=x.get("context", ""), group=x.get("group", "all"),
+                                                       hard=x.get("hard") is True, claims=[], labels=[]))
         d["claims"].append(str(claim))
         d["labels"].append(label)
     if not documents:
         raise ValueError(f"{path}: holds no claims")
     return list(documents.values())
+
+
+def hard_group(
+    documents: Sequence[Mapping],  # from `read_claims`
+    named: str | None = None,  # its name, if it is given outside of the file
+) -> str:
+    "The group that was named hard beforehand. ValueError if none, several, or one that is not there was named."
+    groups = sorted({str(d["group"]) for d in documents})
+    found = [named] if named else sorted({str(d["group"]) for d in documents if d["hard"]})
+    if len(found) != 1:
+        raise ValueError("the hard group must be named before the scores are seen: one of "
+                         f"{', '.join(groups)[:200]}, by the field hard (true) of its claims; got {', '.join(found) or 'none'}")
+    if found[0] not in groups:
+        raise ValueError(f"the hard group {found[0]!r} is not one of the file's: {', '.join(groups)[:200]}")
+    return found[0]
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #af748a55
 def truth_scores(
@@ -422,33 +456,38 @@ def truth_scores(
     documents: Sequence[Mapping],  # from `read_claims`
     template: str,
 ) -> list[np.ndarray]:  # one array (N_i,) a document
-    "Probability of *true* against *false* for every claim; cached by prompts and weights' hash where there is one."
+    """Probability of *true* against *false* for every claim, nan where the model fails; cached in blocks.
+
+    NotImplementedError for a server's chat endpoint, which can't say how likely a given answer is."""
+    from icl26.lm import choice_logprobs
+
     prompts = [template.format(context=d["context"], claim=c) for d in documents for c in d["claims"]]
 
-    def build():
-        from icl26.lm import choice_logprobs
+    def keep(block, build):
+        key = {"what": "true or false", "model": identity(lm), "dtype": str(getattr(lm, "dtype", "")), "prompts": block}
+        return build() if key["model"] is None else cached(key, build)
 
-        return {"p": choice_logprobs(lm, prompts, CHOICES)[:, 0].exp().numpy()}
-
-    name = getattr(lm, "model_hash", None)
-    p = build()["p"] if name is None else cached(
-        {"what": "true or false", "model": name, "dtype": str(lm.dtype), "prompts": prompts}, build, kind="npz")["p"]
-    return np.split(p.astype(float), np.cumsum([len(d["claims"]) for d in documents])[:-1])
+    p = in_blocks(lambda block: choice_logprobs(lm, block, CHOICES)[:, 0].exp().tolist(), prompts, keep=keep)
+    return np.split(np.array(p, float), np.cumsum([len(d["claims"]) for d in documents])[:-1])
 
 
 def paper_answers(
     documents: Sequence[Mapping],  # from `read_claims`
     models: Sequence[str],  # names: one is asked three ways, several are asked the same way
     load: Callable[[str], Any],  # name -> `icl26.lm.LM`; one is held at a time
-) -> Answers:
-    "The paper's kind of data: claims scored by one or several language models."
+) -> tuple[Answers, int]:  # and how many documents were left out, as a model failed on one of their claims
+    "The paper's kind of data: claims scored by one or several language models. ValueError if fewer than 20 documents are left."
     columns = []
     for name in models:
         lm = load(name)
         columns += [truth_scores(lm, documents, q) for q in (QUESTIONS if len(models) == 1 else QUESTIONS[:1])]
         del lm
     scores = [np.stack(parts, axis=1) for parts in zip(*columns)]
-    return Answers(scores, [np.array(d["labels"]) for d in documents], np.array([str(d["group"]) for d in documents]))
+    whole = [i for i, s in enumerate(scores) if not np.isnan(s).any()]
+    if len(whole) < 20:
+        raise ValueError(f"want at least 20 documents with all their scores, got {len(whole)} of {len(scores)}")
+    made = Answers(scores, [np.array(d["labels"]) for d in documents], np.array([str(d["group"]) for d in documents]))
+    return made.take(np.array(whole)), len(scores) - len(whole)
 
 # %% ../../../nbs/evaluation/maci/05_experiments.ipynb #bd5b8a37
 def two_se(values: Sequence[float]) -> Interval:
@@ -544,17 +583,20 @@ def add_comparison(
     made: Mapping[str, Claim],  # the claims by their id
     table: pd.DataFrame,  # from `repeats`
     *,
-    hard: str,  # the group named hard beforehand
+    hard: str | None,  # the group named hard beforehand; None: `bci` is not run
     groups: Sequence[str],
     end: str = "",  # of the claims' ids
     by_document: Sequence[tuple] = (),  # from `repeats`: adds the difference to BCI with countries as units
+    asked: Sequence[dict] = (),  # from `some_logprobs`: shown beside
+    why: str = "no group was named hard beforehand",  # the reason if there is no hard group
+    more: str = "",  # an end of every note
 ) -> None:
     "Record coverage, retention, bci, mse and rule."
     shown = lambda p: dict(measured=p["measured"], ci=(p["ci_low"], p["ci_high"]), n=p["n"])
     parts = [interval_part(g, table[f"coverage/MACI/{g}"], two_se) for g in groups]
     far = max(parts, key=lambda p: abs(p["measured"] - 0.9))
     res.add(made["coverage" + end], parts=parts, **shown(far),
-            note=f"shown: group {far['label']!r}; interval: two standard errors over repeats")
+            note=f"shown: group {far['label']!r}; interval: two standard errors over repeats{more}")
     parts = [interval_part(f"vs {m}", table[f"gap/{m}"]) for m in ("BCI", "CCI")]
     worst = min(parts, key=lambda p: p["measured"])
     beside = [interval_part(f"beside: {m}", table[f"gap/{m}"]) for m in ("BCI once a group", "BCI, weak score")]
@@ -563,12 +605,15 @@ def add_comparison(
         gap = pd.Series(np.subtract(ours, theirs)).groupby(np.array(name)).mean()
         beside.append(interval_part("beside: BCI, over countries", gap))
     res.add(
-        made["retention" + end], parts=parts + beside, **shown(worst), note=
-        "retention of " + ", ".join(f"{m} {table[f'kept/{m}'].mean():.3f}" for m in ("MACI", "BCI", "CCI"))
+        made["retention" + end], parts=[*parts, *beside, *asked], **shown(worst), note=
+        "retention of " + ", ".join(f"{m} {table[f'kept/{m}'].mean():.3f}" for m in ("MACI", "BCI", "CCI")) + more
     )
-    miss = interval_part("", table[f"coverage/BCI/{hard}"], two_se)
-    res.add(made["bci" + end], measured=miss["measured"], ci=(miss["ci_low"], miss["ci_high"]), n=miss["n"],
-            values=miss["values"], note=f"group {hard!r}; interval: two standard errors over repeats")
+    if hard is None:
+        res.not_run(made["bci" + end], why)
+    else:
+        miss = interval_part("", table[f"coverage/BCI/{hard}"], two_se)
+        res.add(made["bci" + end], measured=miss["measured"], ci=(miss["ci_low"], miss["ci_high"]), n=miss["n"],
+                values=miss["values"], note=f"group {hard!r}; interval: two standard errors over repeats{more}")
     rank = interval_part("rank correlation of error and retention", table["mse/rank"])
     gain = interval_part("error of the ensemble minus that of the best scorer", table["mse/gain"])
     res.add(made["mse" + end], parts=[rank, gain], **shown(gain),

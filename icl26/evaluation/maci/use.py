@@ -79,6 +79,8 @@ def _line(text: str, where: str, labels: bool) -> dict:
         raise ValueError(f"{where}: not JSON ({e})") from None
     if not isinstance(x, dict) or "document" not in x:
         raise ValueError(f"{where}: want an object with document and scores")
+    if "score" in x and "scores" in x:
+        raise ValueError(f"{where}: has both score and scores; give one of them")
     scores = x.get("scores", x.get("score"))
     scores = scores if isinstance(scores, list) else [scores]
     if not scores or not all(isinstance(s, (int, float)) and not isinstance(s, bool) and 0 <= s <= 1 for s in scores):
@@ -346,7 +348,9 @@ def build_parser() -> CommandParser:
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #3ceb8f5a
 def check_out(out: str | None, *inputs: str) -> None:
-    "ValueError if the output file is one of the input files."
+    "ValueError, before any work, if the output is a folder, in none, or one of the input files."
+    if out and Path(out).is_dir():
+        raise ValueError(f"--out: {out} is a folder; give the name of a file")
     for file in inputs:
         if out and Path(out).resolve() == Path(file).resolve():
             raise ValueError(f"--out: {out} is an input file, which would be overwritten; give another name")
