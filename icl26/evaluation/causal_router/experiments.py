@@ -322,11 +322,12 @@ def add_claims(
     scarce: int,  # how many of them count as scarce gold labels
     by_id: Mapping[str, Claim],
     end: str = "",  # of the claims' ids
+    note: str = "",  # where the labels are from
 ) -> None:
     "Record the five claims that all sources of labels share; 'constant' is used where it was run."
     first = [outcomes[f"n={n}"] for n in sizes]
     vs = [difference_part(f"must: {m} n={n} vs {b}", o.eg(m), o.eg(b)) for n, o in list(zip(sizes, first))[:scarce] for m in ("R", "DR") for b in ("pooled", "pref", "gold")]
-    res.add(by_id["main" + end], parts=vs)
+    res.add(by_id["main" + end], parts=vs, note=note)
     hetero = next(o for o in first if "shift" in o.routers)
     shift = difference_part("beside: shift − pooled", hetero.eg("shift"), hetero.eg("pooled"))
     meta = difference_part("must: DR − shift", hetero.eg("DR"), hetero.eg("shift"))

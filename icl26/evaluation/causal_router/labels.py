@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['STRONG', 'WEAK', 'JUDGE', 'COMPONENT', 'RUBRIC', 'COMPARE', 'digits_data', 'gains', 'preferences_of', 'components',
-           'read_label_table', 'table_data', 'read_queries', 'as_text', 'asked', 'judged', 'rubric_scores',
-           'preference_labels', 'bundled_embedder', 'identity', 'kept', 'opened', 'answers_of', 'label_table',
-           'gold_labels', 'comparison_labels']
+           'read_label_table', 'cell_text', 'table_data', 'read_queries', 'as_text', 'asked', 'judged', 'kept',
+           'rubric_scores', 'preference_labels', 'bundled_embedder', 'opened', 'answers_of', 'label_table']
 
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #6805a9e0
 import json
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..asking import identity, in_blocks
 from .data import RoutingData
 from ...repro.cache import cached
 
@@ -91,8 +91,13 @@ def read_label_table(
     out = table[[*columns, "GL", "PL"]].apply(pd.to_numeric, errors="coerce").astype(float)
     if bad := [c for c in out if not np.isfinite(out[c]).all()]:
         row = int(np.flatnonzero(~np.isfinite(out[bad[0]]))[0])
-        raise ValueError(f"{path}, line {row + 2}: {bad[0]} must be a number, got {table[bad[0]].iloc[row]!r}")
+        raise ValueError(f"{path}, line {row + 2}: {bad[0]} must be a number, got {cell_text(table[bad[0]].iloc[row])}")
     return out
+
+
+def cell_text(x: Any) -> str:
+    "A cell of a table, for a message."
+    return "an empty cell" if x is None or x != x else repr(x.item() if hasattr(x, "item") else x)
 
 
 def table_data(
@@ -163,12 +168,27 @@ def judged(
     "What a judge says, by log-probability where the model has them, else by its text."
     from icl26.lm import choice_logprobs
 
+    def ask(prompts: list) -> list:
+        try:
+            space = " " if isinstance(prompts[0], str) else ""
+            found = choice_logprobs(lm, prompts, [space + w for w in words]).exp()[:, 0].double().numpy()
+        except NotImplementedError:  # a model that only writes
+            found = _written(lm, prompts, words, attempts)
+        return [float(x) if np.isfinite(x) else None for x in found]
+
     prompts = [asked(lm, q) for q in questions]
-    try:
-        space = " " if prompts and isinstance(prompts[0], str) else ""
-        return choice_logprobs(lm, prompts, [space + w for w in words]).exp()[:, 0].double().numpy()
-    except NotImplementedError:  # a model that only writes
-        return _written(lm, prompts, words, attempts)
+    return np.array(in_blocks(ask, prompts, keep=kept("judge", lm, list(words), attempts)), float)
+
+
+def kept(
+    what: str,  # which step
+    lm: Any,  # the model that it asks
+    *how: Any,  # plain JSON: what the answers depend on besides model and prompts
+) -> Callable[[list, Callable], Any]:
+    "For `in_blocks`: a block's answers from the cache, unless the model is a script."
+    name = identity(lm)
+    return lambda prompts, build: build() if name is None else cached(
+        {"what": f"causal_router {what}", "models": [name], "inputs": [prompts, *how]}, build)
 
 
 def _written(lm: Any, prompts: Sequence, words: tuple[str, str], attempts: int) -> np.ndarray:
@@ -195,26 +215,29 @@ COMPARE = ("A conversation and two possible answers.\n\nConversation:\n{prompt}\
 def rubric_scores(
     judge: Any,  # an `icl26.lm.LM`
     queries: Sequence[Mapping],  # from `read_queries`
-    answers: Sequence[str],  # one a query
-) -> np.ndarray:  # (N,) in [0, 1]; NaN where a criterion got no usable reply
+    answers: Sequence[str | None],  # one a query; None: there is none
+) -> np.ndarray:  # (N,) in [0, 1]; NaN without an answer, or where a criterion got no usable reply
     "Points earned over points there are, by a judge that sees one criterion at a time."
-    pairs = [(i, k) for i, q in enumerate(queries) for k in q["rubrics"]]
+    pairs = [(i, k) for i, q in enumerate(queries) if answers[i] is not None for k in q["rubrics"]]
     met = judged(judge, [RUBRIC.format(prompt=as_text(queries[i]["prompt"]), answer=answers[i], criterion=k["criterion"]) for i, k in pairs])
     earned = np.zeros(len(queries))
     np.add.at(earned, [i for i, _ in pairs], met * [k["points"] for _, k in pairs])
     most = np.array([sum(k["points"] for k in q["rubrics"] if k["points"] > 0) for q in queries])
-    return np.clip(earned / most, 0, 1)
+    return np.where([x is None for x in answers], np.nan, np.clip(earned / most, 0, 1))
 
 
 def preference_labels(
     judge: Any,  # an `icl26.lm.LM`
     queries: Sequence[Mapping],
-    strong: Sequence[str],  # answers of M_p
-    weak: Sequence[str],  # answers of M_a
-) -> np.ndarray:  # (N,) in [−1, 1]
+    strong: Sequence[str | None],  # answers of M_p; None: there is none
+    weak: Sequence[str | None],  # answers of M_a
+) -> np.ndarray:  # (N,) in [−1, 1]; NaN without both answers, or a usable reply in both orders
     "Preference for the strong model's answer, asked in both orders."
-    ask = lambda a, b: judged(judge, [COMPARE.format(prompt=as_text(q["prompt"]), one=x, two=y) for q, x, y in zip(queries, a, b)], ("one", "two"))
-    return ask(strong, weak) - ask(weak, strong)
+    there = np.array([None not in pair for pair in zip(strong, weak)], bool)
+    text = lambda a, b: [COMPARE.format(prompt=as_text(q["prompt"]), one=x, two=y) for q, x, y, ok in zip(queries, a, b, there) if ok]
+    out = np.full(len(there), np.nan)
+    out[there] = judged(judge, text(strong, weak), ("one", "two")) - judged(judge, text(weak, strong), ("one", "two"))
+    return out
 
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #2dc74b38
 def bundled_embedder() -> Callable[[Sequence[str]], np.ndarray]:
@@ -230,26 +253,6 @@ def bundled_embedder() -> Callable[[Sequence[str]], np.ndarray]:
         model = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
     return lambda texts: np.asarray(model.encode(list(texts), show_progress_bar=False), dtype=np.float64)
 
-
-def identity(
-    lm: Any,
-) -> str | None:
-    "What an answer depends on besides the prompt: the weights' hash, or server and name; None for a script."
-    if hasattr(lm, "model_hash"):
-        return lm.model_hash
-    return f"{lm.base_url} {lm.endpoint} {lm.model}" if hasattr(lm, "base_url") else None
-
-
-def kept(
-    what: str,  # which step
-    who: Sequence[Any],  # the models that it asks
-    inputs: Any,  # plain JSON
-    build: Callable[[], Any],
-) -> Any:
-    "`build()` from the cache, unless a script is among the models."
-    names = [identity(lm) for lm in who]
-    return build() if None in names else cached({"what": f"causal_router {what}", "models": names, "inputs": inputs}, build)
-
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #ef487e7d
 def opened(
     lm: Any,  # an `icl26.lm.LM`, or a function without arguments that opens one
@@ -258,11 +261,11 @@ def opened(
     return lm if hasattr(lm, "generate") else lm()
 
 
-def answers_of(lm: Any, queries: Sequence[Mapping], max_new_tokens: int, seed: int) -> list[str]:
-    "Greedy answers of a model, from the cache if they are there."
+def answers_of(lm: Any, queries: Sequence[Mapping], max_new_tokens: int, seed: int) -> list[str | None]:
+    "Greedy answers of a model, in blocks that are kept; None where it fails (too long a query, a refusal) or says nothing."
     prompts = [asked(lm, q["prompt"]) for q in queries]
-    return kept("answers", [lm], [prompts, max_new_tokens, seed], lambda: [
-        a for (a,) in lm.generate(prompts, max_new_tokens=max_new_tokens, temperature=0.0, seed=seed)])
+    ask = lambda block: [a for (a,) in lm.generate(block, max_new_tokens=max_new_tokens, temperature=0.0, seed=seed)]
+    return [a if a and a.strip() else None for a in in_blocks(ask, prompts, keep=kept("answers", lm, max_new_tokens, seed))]
 
 
 def label_table(
@@ -277,12 +280,17 @@ def label_table(
     max_new_tokens: int = 1024,  # of an answer; ours
     seed: int = 0,
 ) -> tuple[pd.DataFrame, int]:  # columns embd.PC1 …, GL, PL in the official layout; queries left out for want of a usable reply
-    "Answers, both kinds of labels and features of all queries. ValueError if fewer than four queries are left."
+    """Answers, both kinds of labels and features of all queries; one on which a model fails has a missing label.
+
+    ValueError if fewer than four queries are left."""
     from sklearn.decomposition import PCA
 
     plain = [dict(q) for q in queries]
     a, b = (answers_of(opened(lm), plain, max_new_tokens, seed) for lm in (strong, weak))
-    gold, pref = gold_labels(opened(gold_judge), plain, a, b), comparison_labels(opened(pref_judge), plain, a, b)
+    judge = opened(gold_judge)
+    gold = rubric_scores(judge, plain, a) - rubric_scores(judge, plain, b)
+    del judge  # one large model at a time
+    pref = preference_labels(opened(pref_judge), plain, a, b)
     usable = np.isfinite(gold) & np.isfinite(pref)
     if usable.sum() < 4:
         raise ValueError(f"queries: only {int(usable.sum())} of {len(plain)} have both labels; at least 4 are needed")
@@ -291,18 +299,3 @@ def label_table(
     table = pd.DataFrame(pcs, columns=[f"embd.PC{i}" for i in range(1, pcs.shape[1] + 1)])
     return table.assign(GL=gold[usable], PL=pref[usable]), int((~usable).sum())
 
-
-def gold_labels(judge: Any, queries: list, a: list[str], b: list[str]) -> np.ndarray:  # (N,)
-    "Rubric score of the first answers minus that of the second, from the cache if they are there."
-    score = lambda said: np.array(kept("rubrics", [judge], [RUBRIC, queries, said], lambda: _json(rubric_scores(judge, queries, said))), float)
-    return score(a) - score(b)
-
-
-def comparison_labels(judge: Any, queries: list, a: list[str], b: list[str]) -> np.ndarray:  # (N,)
-    "`preference_labels`, from the cache if they are there."
-    return np.array(kept("preferences", [judge], [COMPARE, queries, a, b], lambda: _json(preference_labels(judge, queries, a, b))), float)
-
-
-def _json(x: np.ndarray) -> list:
-    "Numbers, with None for a missing one."
-    return [float(v) if np.isfinite(v) else None for v in x]

@@ -26,7 +26,7 @@ import scipy.stats
 from ...cli import CommandParser, command
 from .data import SCALES
 from .evaluation import bias_map, efficiency_gain, gain_interval, heterogeneity_test, overlap_report
-from .labels import bundled_embedder, components
+from .labels import bundled_embedder, cell_text, components
 from .router import MetaRouter, PredictiveRouter
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #907ffa0d
@@ -39,6 +39,12 @@ class Table:
     names: list[str]  # of the features
     gold: np.ndarray  # (N,) nan where there is none
     pref: np.ndarray  # (N,)
+    source: str = "the table"  # its file or files, for messages
+
+    def columns_of(self, *choices: tuple[str, ...]) -> str:
+        "Those of the choices that the table has, for messages."
+        found = [" and ".join(c) for c in choices if set(c) <= set(self.frame.columns)]
+        return found[0] if found else "none: there is no column " + " or ".join(" and ".join(c) for c in choices)
 
 
 def read_frame(
@@ -79,7 +85,7 @@ def number_column(
     wrong = ~np.isfinite(values) & ~(blank if empty else np.zeros(len(values), bool))
     if wrong.any():
         i = int(np.flatnonzero(wrong)[0])
-        raise ValueError(f"{path}, row {i + 1}: {name} must be a number{' or empty' if empty else ''}, got {frame[name].iloc[i]!r}")
+        raise ValueError(f"{path}, row {i + 1}: {name} must be a number{' or empty' if empty else ''}, got {cell_text(frame[name].iloc[i])}")
     return np.where(blank, np.nan, values)
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #4a64707e
@@ -126,7 +132,7 @@ def read_table(
             raise ValueError(f"{path}, row {int(np.flatnonzero(empty)[0]) + 1}: query is empty")
         texts = frame["query"].astype(str).tolist()
     X = np.column_stack([number_column(frame, c, path, empty=False) for c in names]) if names else None
-    return Table(frame, X, texts, names, gold_of(frame, path), pref_of(frame, path))
+    return Table(frame, X, texts, names, gold_of(frame, path), pref_of(frame, path), str(path))
 
 
 def read_tables(
@@ -140,7 +146,7 @@ def read_tables(
     join = lambda xs: np.concatenate(xs)
     texts = sum((t.texts for t in tables), []) if tables[0].texts is not None else None
     X = None if texts is not None else join([t.X for t in tables])
-    return Table(pd.concat([t.frame for t in tables], ignore_index=True), X, texts, tables[0].names, join([t.gold for t in tables]), join([t.pref for t in tables]))
+    return Table(pd.concat([t.frame for t in tables], ignore_index=True), X, texts, tables[0].names, join([t.gold for t in tables]), join([t.pref for t in tables]), ", ".join(map(str, paths)))
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #a0e88951
 @dataclass(frozen=True)
@@ -329,7 +335,9 @@ def split_rows(
     pref = np.flatnonzero(has_pref & ~used)
     if len(gold) < 10 or len(pref) < 10:
         why = "; all rows have a gold label, so give --gold N to use only N of them" if has_gold.all() and n_gold is None else ""
-        raise ValueError(f"want at least 10 queries with a gold label (GL) and 10 with a preference only (PL), got {len(gold)} and {len(pref)}{why}")
+        gold_column, pref_column = table.columns_of(("GL",), ("score_strong", "score_weak")), table.columns_of(("PL",), ("preference",))
+        raise ValueError(f"{table.source}: want at least 10 queries with a gold label (column {gold_column}) and 10 with a preference only (column {pref_column}), "
+                         f"got {len(gold)} and {len(pref)}{why}")
     return gold, pref, test
 
 
@@ -512,7 +520,7 @@ def build_parser() -> CommandParser:
     two = commands.add_parser("route", help="route new queries", description="A table with the same features or texts; labels are not needed.")
     two.add_argument("router", help="from fit (.npz)")
     two.add_argument("table", help="queries (.csv, .parquet)")
-    two.add_argument("--price", type=float, default=0.0, help="quality that a unit of cost is worth: strong where gain > price × (cost-strong − cost-weak) (0)")
+    two.add_argument("--price", type=float, help="quality that a unit of cost is worth: strong where gain > price × (cost-strong − cost-weak) (0)")
     two.add_argument("--budget", type=float, help="share of the queries for the strong model, in place of a price")
     two.add_argument("--out", help="the table with gain, bias and route (.csv or .parquet)")
     for command in (one, two):
@@ -564,8 +572,10 @@ def run_fit(a: argparse.Namespace) -> str:
 def run_route(a: argparse.Namespace) -> str:
     "Route, write the table, and say what it amounts to."
     check_out(a.out, (".csv", ".parquet"), a.router, a.table)
+    if a.price is not None and a.budget is not None:
+        raise ValueError("--price, --budget: each decides alone where queries go; give one of them")
     stored = load_router(a.router)
-    routed = route_table(stored, read_table(a.table), price=a.price, budget=a.budget)
+    routed = route_table(stored, read_table(a.table), price=a.price or 0.0, budget=a.budget)
     if a.out:
         write_frame(routed, a.out)
     if a.json:
