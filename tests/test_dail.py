@@ -553,7 +553,7 @@ def tiny(tmp_path_factory):
     from icl26.lm import tiny_lm
 
     folder = tmp_path_factory.mktemp("dail")
-    tiny_lm().save_pretrained(folder / "model")
+    tiny_lm(max_positions=2048).save_pretrained(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
             patch.setenv(name, value)
@@ -586,7 +586,7 @@ def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, t
                 if want[key] is not None:
                     np.testing.assert_allclose(p[key], want[key], rtol=1e-7, atol=1e-12, err_msg=f"{c['id']} {label} {key}")
             checked += 1
-        for side in ("", "unbroken, ", "flipped, "):
+        for side in ("", "unbroken, ", "negated, ", "beside: logit flipped, "):
             returns = {k.removeprefix(f"{side}return: "): p["values"] for k, p in labels.items() if k.startswith(f"{side}return: ")}
             if returns:
                 for p in early_end_parts(returns, record["parameters"]["seed"]):
@@ -649,8 +649,9 @@ def test_numbers_against_the_paper_are_not_reproduced():
     for won, want in ((5, "reproduced"), (3, "reproduced"), (2, "not reproduced")):
         assert verdict("C6", number_part("regularisers won", won), difference_part("none: dail − gail", up, down)) == want
     assert verdict("own-C8", number_part("same text: a", 1e-9), number_part("other text: b", 0)) == "not reproduced"
-    sides = lambda flip: [number_part(f"unbroken, below half: {n}", 0.3) for n in ("airl", "gail_heuristic")] + [number_part(f"flipped, below half: {n}", flip) for n in ("airl", "gail_heuristic")]
-    assert verdict("own-C9", *sides(-0.1)) == "reproduced" and verdict("own-C9", *sides(0.2)) == "not reproduced"
+    below = lambda side, x: [number_part(f"{side}, below half: {n}", x) for n in ("airl", "gail_heuristic")]
+    broken = lambda x, values: verdict("own-C9", *below("unbroken", 0.3), *below("negated", x), mean_part("flipped: best seed − language model, in the laboratory", values), *below("beside: logit flipped", 0.3))
+    assert broken(-0.1, down) == "reproduced" and broken(0.2, down) == broken(-0.1, unclear) == broken(-0.1, up) == "not reproduced"
     with pytest.raises(ValueError, match="profile"):
         dail.claims("big")
 

@@ -8,6 +8,7 @@ __all__ = ['Worlds', 'normalized', 'grid_kernel', 'demonstrated', 'gridworlds', 
            'logit_overlay']
 
 # %% ../../../nbs/decision/dail/04_analysis.ipynb #25f58bfd
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -156,10 +157,14 @@ def tabular_ail(
 
 
 def flipped(reward: RewardFn) -> RewardFn:
-    "Broken on purpose: the function with the sign of the logit flipped. ValueError if its source is no single expression."
-    if "def " in reward.source:
-        raise ValueError("reward must be a single expression")
-    return compile_reward(f"def reward(x):\n    x = -x\n    return {reward.source}", f"{reward.name}, flipped")
+    "Broken on purpose: the function with the sign of the logit flipped."
+    body = ast.parse(reward.source.strip()).body[0]
+    if isinstance(body, ast.Expr):
+        source = f"def reward(x):\n    x = -x\n    return {reward.source.strip()}"
+    else:
+        body.body.insert(0, ast.parse("x = -x").body[0])
+        source = ast.unparse(body)
+    return compile_reward(source, f"{reward.name}, flipped")
 
 # %% ../../../nbs/decision/dail/04_analysis.ipynb #7961f3e0
 class TabularFitness:
@@ -225,14 +230,17 @@ def logit_overlay(
     hist: np.ndarray,  # (iterations, 80) counts in `BINS`
     reward: RewardFn,
     parts: int = 3,  # of training, early to late
+    ticks: bool = True,  # numbers on the second axis
 ) -> None:
-    "Shares of logits in equal parts of training, with the reward function over them on a second axis."
+    "Shares of logits in equal parts of training, with the reward function (cut at -3 and 5) over them on a second axis."
     middle = (BINS[1:] + BINS[:-1]) / 2
     for k, rows in enumerate(np.array_split(hist, parts)):
         share = rows.sum(0) / max(rows.sum(), 1)
         ax.fill_between(middle, share, step="mid", alpha=0.25 + 0.15 * k, color=f"C{k}", label=f"part {k + 1} of {parts}")
     twin = ax.twinx()
     x = torch.linspace(-5, 5, 201)
-    twin.plot(x, reward(x), color="#7f7f7f", linestyle=":", linewidth=2)
+    twin.plot(x, reward(x).clamp(-3, 5), color="#7f7f7f", linestyle=":", linewidth=2)
     twin.grid(False)
+    if not ticks:
+        twin.set_yticks([])
     ax.set(xlabel="logit", xlim=(-5, 5), title=reward.name)

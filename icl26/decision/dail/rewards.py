@@ -45,7 +45,7 @@ FUNCTIONS = {
     "minimum": Op(_several(torch.minimum), 2),
     "maximum": Op(_several(torch.maximum), 2),
     "clamp": Op(_several(lambda x, lo, hi: torch.minimum(torch.maximum(x, lo), hi)), 3),
-    "where": Op(_several(lambda c, a, b: torch.where(c.to(b.device), a, b)), 3, True),
+    "where": Op(_several(lambda c, a, b: torch.where(c if c.ndim else c.to(b.device), a, b)), 3, True),
 }
 
 # %% ../../../nbs/decision/dail/00_rewards.ipynb #4ceeb9d9
@@ -88,7 +88,7 @@ class RewardFn:
         "r(x), elementwise and differentiable: the shape and type of x. TypeError for what is not a float tensor."
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"x must be a tensor of floats, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
-        return self._call(x)
+        return self._call(x).to(x.dtype)  # a choice between two numbers has forgotten the type
 
     def __reduce__(self):
         return RewardFn, (self.name, self.source)
