@@ -201,16 +201,17 @@ def seconds(
     repeats: int = 5,
     **settings,  # of `SAGA`
 ) -> dict:  # arrays (repeats,)
-    "Processor seconds an epoch with the choice and with a fixed pair, one after the other in turns. They differ from run to run."
+    "Processor seconds an epoch (on a GPU those of the clock) with the choice and with a fixed pair, one after the other in turns. They differ from run to run."
     torch.set_num_threads(1)
     source, target = make_pair(data)
+    clock = time.perf_counter if "cuda" in str(settings.get("device", "cpu")) else time.process_time
     took = {"dynamic": [], "fixed": []}
     for r in range(-1, repeats):                                              # the first round warms up
         for name, selection in (("dynamic", "dynamic"), ("fixed", (0, 0)))[:: 1 if r % 2 else -1]:
-            start = time.process_time()
+            start = clock()
             SAGA(selection=selection, **settings).fit(source, target)
             if r >= 0:
-                took[name].append((time.process_time() - start) / settings["epochs"])
+                took[name].append((clock() - start) / settings["epochs"])
     return {name: np.array(t) for name, t in took.items()}
 
 
@@ -228,9 +229,12 @@ def peak_mb(
     selection: str | tuple,
     **settings,  # of `SAGA`
 ) -> tuple[float, float]:  # of the process; of the fit alone
-    "Largest memory during a fit and its growth over what was there before, in MiB; for a process of its own. nan where the system does not say (Linux does)."
+    "Largest memory during a fit and its growth over what was there before, in MiB; for a process of its own. nan where the system does not say (Linux does). On a GPU its allocated memory."
     torch.set_num_threads(1)
     source, target = make_pair(data)
+    if "cuda" in str(settings.get("device", "cpu")):
+        SAGA(selection=selection, **settings).fit(source, target)
+        return (torch.cuda.max_memory_allocated() / 2**20,) * 2
     SAGA(selection=selection, **dict(settings) | dict(epochs=1)).fit(*make_pair(dict(name="block model", n=8, seed=0)))   # libraries are loaded
     try:
         Path("/proc/self/clear_refs").write_text("5")                         # resets VmHWM
