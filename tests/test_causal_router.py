@@ -631,8 +631,11 @@ def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "bad.csv").write_text("embd.PC1,GL\n1,2\n")
     (tmp_path / "few.csv").write_text("embd.PC1,GL,PL\n" + "1,2,0\n" * 9)
+    (tmp_path / "alike.csv").write_text("embd.PC1,GL,PL\n" + "".join(f"{i},{i % 3},0\n" for i in range(60)))
+    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ICL26_CAUSAL_ROUTER_TRIAL", "1")
     for name, value, text in (("QUERIES", medical_queries(tmp_path / "q.jsonl"), "the model Qwen/Qwen2.5-72B-Instruct: "), ("QUERIES", "none.jsonl", "No such file"), ("TABLE", "none.csv", "No such file"),
-                              ("TABLE", "bad.csv", "missing: PL"), ("TABLE", "few.csv", "at least 40 rows")):
+                              ("TABLE", "bad.csv", "missing: PL"), ("TABLE", "few.csv", "at least 40 rows"), ("TABLE", "alike.csv", "aligns nothing")):
         monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{name}", str(tmp_path / value))
         claims = run_here(tmp_path)["claims"]
         assert {c["id"] for c in claims} == PAPER and all(c["verdict"] == "not run" and "not to be had" in c["reason"] for c in claims)
