@@ -240,7 +240,98 @@ def test_gradient_and_information(n, d):
     np.testing.assert_allclose(info[0], -hessian, rtol=1e-4, atol=1e-6)
 
 
+def sharp_family(sd, n, d, seed=0):
+    "Noise of standard deviation sd in a box of ±3."
+    B = np.random.default_rng(seed).standard_normal((n, d, n + 1))
+    return odr.LinearGaussianSimulator(
+        lambda s, a: np.einsum("idk,nk->nid", B, np.hstack([s, a])), sd**2 * np.eye(n), np.tile([-3.0, 3.0], (d, 1))
+    )
+
+
+@pytest.mark.parametrize("sd", 10.0 ** -np.arange(1, 8))
+@pytest.mark.parametrize("d", [2, 3])
+def test_sharp_sensors_are_scipys_row_by_row(d, sd):
+    family, mu = sharp_family(sd, 2, d), np.linspace(-1, 1, d)
+    data = odr.draw_log(family, np.full(d, 0.5), 200, seed=1, n=2)
+    y, F, constant = mle.whiten(family, data)
+    logdet, squares, b, A = mle.row_terms(mu, np.eye(d), y, F)
+    rows = constant - 0.5 * (logdet + squares)
+    bare = F * sd
+    want = [
+        stats.multivariate_normal(Fi @ mu, Fi @ Fi.T + sd**2 * np.eye(2)).logpdf(x) for Fi, x in zip(bare, data.s_next)
+    ]
+    np.testing.assert_allclose(rows, want, rtol=1e-13 / sd + 1e-12)
+    np.testing.assert_allclose(odr.mixture_loglik(family, mu, np.eye(d), data), np.mean(want), rtol=1e-13 / sd + 1e-12)
+
+
+@pytest.mark.parametrize("n, d", [(2, 3), (3, 2), (4, 4)])
+def test_the_four_numbers_of_a_row_in_fifty_digits(n, d):
+    mp = pytest.importorskip("mpmath")
+    rng = np.random.default_rng(0)
+    R = rng.standard_normal((d, d))
+    F, mu = rng.standard_normal((6, n, d)) * 1e6, rng.standard_normal(d)
+    for cov in (np.eye(d), R @ R.T, np.diag(np.r_[1e-12, np.ones(d - 1)])):
+        y = F @ mu + np.einsum("nid,nd->ni", F, rng.standard_normal((6, d)) * np.sqrt(np.diag(cov))) + rng.standard_normal((6, n))
+        ours = mle.row_terms(mu, cov, y, F)
+        with mp.workdps(50):
+            for i in range(6):
+                Fi = mp.matrix(F[i].tolist())
+                V, r = mp.eye(n) + Fi * mp.matrix(cov.tolist()) * Fi.T, mp.matrix(y[i].tolist()) - Fi * mp.matrix(mu.tolist())
+                W = V**-1
+                for got, want in zip(ours, (mp.matrix([mp.log(mp.det(V))]), r.T * W * r, Fi.T * W * r, Fi.T * W * Fi)):
+                    want = np.array(want.tolist(), float)
+                    assert np.abs(np.reshape(got[i], want.shape) - want).max() < 1e-6 * np.abs(want).max()
+
+
+def test_divergence_with_sharp_sensors_is_the_closed_form():
+    family, rng = sharp_family(1e-6, 3, 1), np.random.default_rng(0)
+    s, a = rng.standard_normal((20, 3)), rng.standard_normal((20, 1))
+    f = (family.parts(s, a)[1][..., 0] ** 2).sum(1) * 1e12  # |f|² in units of the noise
+    want = 0.5 * np.mean(np.log1p(f * 0.04) + 0.01 * f / (1 + 0.04 * f) + 1 / (1 + 0.04 * f) - 1)
+    np.testing.assert_allclose(odr.expected_kl(family, [0.5], [0.6], [[0.04]], s, a), want, rtol=1e-9)
+
+
 # -- ODR -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, d, sd", [(2, 3, 1e-4), (2, 3, 1e-6), (2, 2, 1e-7), (3, 2, 1e-6)])
+def test_fit_with_sharp_sensors_finds_the_truth(n, d, sd):
+    family, truth = sharp_family(sd, n, d, seed=2), np.linspace(-2, 1.5, d)
+    data = odr.draw_log(family, truth, 200, seed=1, n=n)
+    floor = min(1e-6, sd / 100)
+    fit = odr.ODR(family, sd_floor=floor, n_restarts=2).fit(data)
+    assert np.abs(fit.mu_ - truth).max() < sd and (np.sqrt(np.diag(fit.cov_)) < sd).all()
+    assert fit.loglik_ >= odr.mixture_loglik(family, truth, floor**2 * np.eye(d), data)  # the truth, as near as the floor allows
+
+
+class Saturating:
+    "A mean that flattens out: from far away Gauss-Newton overshoots, and its rounds cycle."
+
+    bounds, noise_cov = np.array([[-6.0, 6.0]]), np.eye(1) * 1e-4
+
+    def mean(self, xi, s, a):
+        xi = np.asarray(xi)
+        return np.arctan(xi[..., None, :] * np.ones((len(s), 1))) if xi.ndim > 1 else np.arctan(xi) * np.ones((len(s), 1))
+
+
+def test_a_linearised_fit_that_does_not_rest_warns_and_keeps_its_best():
+    sim, zeros = Saturating(), np.zeros((30, 1))
+    log = odr.Transitions(zeros, zeros, sim.mean(np.zeros(1), zeros, zeros) + 0.01 * np.random.default_rng(0).standard_normal((30, 1)))
+    start = np.array([3.0])
+    with pytest.warns(mle.NotAtRest, match="no maximum"):
+        fit = odr.ODR(sim, method="linear").fit(log, start=start)
+    assert not fit.rests_
+    assert fit.loglik_ >= odr.mixture_loglik(sim, start, np.eye(1) * 1e-12, log, method="linear")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        near = odr.ODR(sim, method="linear").fit(log, start=[0.3])
+    assert near.rests_ and abs(near.mu_[0]) < 0.01
+
+
+@pytest.mark.parametrize("n_restarts", [2.5, 0, True, "3"])
+def test_numbers_of_starts_are_checked(sim, n_restarts):
+    with pytest.raises(ValueError, match="n_restarts must be a whole number"):
+        odr.ODR(sim, n_restarts=n_restarts).fit(odr.draw_log(sim, XI, 5, 0))
 
 
 def test_fit_has_what_it_promises(sim):
@@ -846,6 +937,90 @@ def test_a_kind_leaves_out_what_is_zero(log_file):
     assert simulator_for(load_log(log_file), "Hopper-v5", ["damping"]).names == expand_params(model, ["damping"])
     with pytest.raises(ValueError, match="every armature of this robot is 0"):
         expand_params(make_env("InvertedPendulum-v5").unwrapped.model, ["armature"])
+
+
+ROBOTS = (
+    "Ant HalfCheetah Hopper Humanoid HumanoidStandup InvertedDoublePendulum InvertedPendulum Pusher Reacher Swimmer Walker2d"
+).split()
+
+
+@pytest.mark.parametrize("robot", ROBOTS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_kind_on_every_robot(robot):
+    from icl26.decision.envs import PARAMETER_KINDS
+    from icl26.decision.odr.use import expand_params, is_kind, of_kind
+
+    model, unnamed = make_env(f"{robot}-v5").unwrapped.model, {}
+    for kind in PARAMETER_KINDS:
+        try:
+            names = expand_params(model, [kind])
+        except ValueError as e:
+            assert f"params: every {kind} of this robot is 0" in str(e)
+            continue
+        assert names and not any("None" in n for n in names)
+        if is_kind(kind):  # gravity is one number, and 0 on the Pusher
+            unnamed[kind] = of_kind(model, kind)[1]
+            assert (get_params(model, names) > 0).all()
+    want = {"Ant": dict(mass=4), "Swimmer": dict(friction=3), "Pusher": dict(friction=5)}.get(robot, {})
+    assert {k: v for k, v in unnamed.items() if v} == want
+
+
+def test_a_kind_without_any_name_is_an_error():
+    import mujoco
+
+    from icl26.decision.odr.use import expand_params
+
+    model = mujoco.MjModel.from_xml_string('<mujoco><worldbody><geom size="1"/></worldbody></mujoco>')
+    with pytest.raises(ValueError, match="no geom of this robot has a name"):
+        expand_params(model, ["friction"])
+
+
+def noisy_log(robot, params, steps, sd):
+    "A log of the nominal robot."
+    from icl26.decision.odr.use import expand_params
+
+    model = make_env(robot).unwrapped.model
+    names = expand_params(model, params)
+    clean = odr.robot_log(robot, names, get_params(model, names), steps, seed=0)
+    noise = sd * np.random.default_rng(0).standard_normal(clean.s.shape)
+    return odr.Transitions(clean.s, clean.a, clean.s_next + noise, clean.done), get_params(model, names)
+
+
+def test_the_estimated_noise_is_what_the_fit_leaves():
+    log, truth = noisy_log("HalfCheetah-v5", ["mass"], 60, 0.005)
+    report = odr.fit_log(log, "HalfCheetah-v5", ["mass"], threads=1)
+    assert ((report.noise_sd > 0.0035) & (report.noise_sd < 0.0065)).all() and abs(report.rmse[1] - 1) < 0.05
+    assert np.abs(report.mu / truth - 1).max() < 0.01 and report.remarks == ()
+
+
+def test_a_log_without_noise_keeps_the_truth():
+    log, truth = noisy_log("Walker2d-v5", ["damping", "gear"], 20, 0.0)
+    report = odr.fit_log(log, "Walker2d-v5", ["damping", "gear"], noise_sd=1e-6, threads=1)
+    assert report.rmse[1] < 1e-3 and np.abs(report.mu / truth - 1).max() < 1e-6 and report.remarks == ()
+
+
+def test_remarks_of_a_report():
+    from icl26.decision.odr.use import remarks_on
+
+    model = make_env("Ant-v5").unwrapped.model
+    assert remarks_on(model, ["gear", "gravity", "mass:torso"], (3.0, 1.0), True, True) == ()
+    (unnamed,) = remarks_on(model, ["mass"], (3.0, 1.0), True, True)
+    assert "mass: left out 4" in unnamed
+    (worse,) = remarks_on(model, ["gear"], (1.0, 1.2), True, False)
+    assert "worse than the nominal parameters" in worse
+    (moving,) = remarks_on(model, ["gear"], (3.0, 1.0), False, True)
+    assert "did not come to rest" in moving
+    for left, so in ((0.5, "too wide"), (1.5, "too narrow")):
+        (noise,) = remarks_on(model, ["gear"], (3.0, left), True, True)
+        assert so in noise and remarks_on(model, ["gear"], (3.0, left), True, False) == ()
+
+
+def test_the_missing_subcommand_is_named(capsys):
+    from icl26.decision.odr.use import main
+
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert "fit" in err and "command" not in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("n", [0, 3.5])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['whiten', 'row_terms', 'check_cov', 'standard_normals', 'parameter_draws', 'component_logdensities', 'log_mean_exp',
            'FewEffectiveSamples', 'effective_samples', 'jacobian', 'linearize', 'mixture_loglik', 'expected_kl',
-           'objective_terms', 'Fits', 'fit_many', 'random_starts', 'mc_objective', 'point_estimate', 'ODR',
+           'objective_terms', 'Fits', 'fit_many', 'random_starts', 'mc_objective', 'point_estimate', 'NotAtRest', 'ODR',
            'Identifiability', 'identifiability']
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #63faa43a
@@ -37,16 +37,13 @@ def whiten(
     return (data.s_next - g) @ inv.T, np.einsum("ij,njd->nid", inv, F), constant
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #0c5d07f2
-def _inverse(K):
-    "Inverse and log-determinant of (..., d, d) matrices; by formula for d = 1, 2."
-    d = K.shape[-1]
-    if d == 1:
-        return 1 / K, np.log(K[..., 0, 0])
-    if d == 2:
-        det = K[..., 0, 0] * K[..., 1, 1] - K[..., 0, 1] * K[..., 1, 0]
-        adj = np.stack([np.stack([K[..., 1, 1], -K[..., 0, 1]], -1), np.stack([-K[..., 1, 0], K[..., 0, 0]], -1)], -2)
-        return adj / det[..., None, None], np.log(det)
-    return np.linalg.inv(K), np.linalg.slogdet(K)[1]
+def _root(cov):
+    "The symmetric square root of (..., d, d) positive semi-definite matrices; of diagonal ones without rounding between coordinates."
+    diagonal = np.diagonal(cov, axis1=-2, axis2=-1)
+    if not (cov - diagonal[..., None] * np.eye(cov.shape[-1])).any():
+        return np.sqrt(diagonal)[..., None] * np.eye(cov.shape[-1])
+    w, Q = np.linalg.eigh(cov)
+    return (Q * np.sqrt(np.clip(w, 0, None))[..., None, :]) @ np.swapaxes(Q, -1, -2)
 
 
 def row_terms(
@@ -57,20 +54,28 @@ def row_terms(
 ) -> tuple[
     np.ndarray, np.ndarray, np.ndarray, np.ndarray
 ]:  # logdet V, r'V⁻¹r: (..., N); b: (..., N, d); A: (..., N, d, d)
-    "What the exact log-density of each row and its derivatives are made of; O(N n d²)."
+    """What the exact log-density of each row and its derivatives are made of; O(N n d²). The relative error is that of
+    float64 times the ratio of spread to noise, not its square."""
+    d, root = F.shape[-1], _root(np.asarray(cov, float))
     r = y - np.einsum("...nid,...d->...ni", F, mu)
     if y.shape[-1] == 1:  # n = 1: V is a number
         f = F[..., 0, :]  # (..., N, d)
-        V = 1 + np.einsum("...nd,...de,...ne->...n", f, cov, f)
+        V = 1 + (np.einsum("...nd,...de->...ne", f, root) ** 2).sum(-1)
         weighted = f / V[..., None]
         return np.log(V), r[..., 0] ** 2 / V, weighted * r, weighted[..., :, None] * f[..., None, :]
-    G = np.einsum("...nid,...nie->...nde", F, F)
-    u = np.einsum("...nid,...ni->...nd", F, r)  # Fᵀr
-    P, logdet = _inverse(np.eye(F.shape[-1]) + G @ cov[..., None, :, :])
-    S = cov[..., None, :, :] @ P
-    quadratic = np.einsum("...ni,...ni->...n", r, r) - np.einsum("...nd,...nde,...ne->...n", u, S, u)
-    b = u - np.einsum("...nde,...nef,...nf->...nd", G, S, u)
-    return logdet, quadratic, b, G - G @ S @ G
+    both = np.concatenate([np.broadcast_to(F, (*r.shape, d)), r[..., None]], -1)
+    X = np.ascontiguousarray(np.moveaxis(both, -3, -1))  # [TF, Tr], (..., n, d + 1, N): rows last, for long inner loops
+    logdet = 0.0
+    for j in range(d):
+        h = np.einsum("...idn,...d->...in", X[..., :d, :], root[..., :, j])  # T times a column of F Σ^½
+        h2 = np.einsum("...in,...in->...n", h, h)
+        a = 1 / (1 + h2)
+        gamma_h = h * (a / (1 + np.sqrt(a)))[..., None, :]
+        X -= gamma_h[..., None, :] * np.einsum("...in,...ikn->...kn", h, X)[..., None, :, :]
+        logdet = logdet + np.log1p(h2)
+    H, z = X[..., :d, :], X[..., d, :]
+    squares = np.einsum("...in,...in->...n", z, z)
+    return logdet, squares, np.einsum("...ikn,...in->...nk", H, z), np.einsum("...ikn,...iln->...nkl", H, H)
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #597d04c4
 def check_cov(
@@ -105,12 +110,6 @@ def standard_normals(
         raise ValueError(f"n_samples must be a positive integer, got {size!r}")
     u = qmc.Sobol(d, rng=np.random.default_rng(seed)).random_base2(int(np.ceil(np.log2(max(size, 2)))))[:size]
     return special.ndtri(np.clip(u, 1e-12, 1 - 1e-12))
-
-
-def _root(cov):
-    "The symmetric square root of a positive semi-definite matrix (diagonal if it is)."
-    w, Q = np.linalg.eigh(cov)
-    return (Q * np.sqrt(np.clip(w, 0, None))) @ Q.T
 
 
 def parameter_draws(
@@ -241,9 +240,8 @@ def expected_kl(
     "Mean over the given states and actions of KL(p_ξ* ‖ q_φ), in closed form."
     data = Transitions(s, a, sim.mean(np.asarray(xi_star, float), s, a))
     y, F, _ = whiten(sim, data)  # the residual of the noise-free next state is the difference of the means
-    logdet, quadratic, *_ = row_terms(np.asarray(mu, float), np.asarray(cov, float), y, F)
-    V = np.eye(y.shape[1]) + np.einsum("nid,de,nje->nij", F, cov, F)
-    return 0.5 * float(np.mean(logdet + quadratic + np.trace(np.linalg.inv(V), axis1=1, axis2=2) - y.shape[1]))
+    logdet, quadratic, _, A = row_terms(np.asarray(mu, float), np.asarray(cov, float), y, F)
+    return 0.5 * float(np.mean(logdet + quadratic - np.einsum("de,ned->n", cov, A)))  # tr V⁻¹ = n - tr ΣA
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #59f711b8
 def objective_terms(
@@ -296,7 +294,7 @@ def _scoring(mu, tau, y, F, mu_box, tau_box, max_iter, tol):
             step = size[:, None]
             new_mu, new_tau = mu + step * (mu_to - mu), tau + step * (tau_to - tau)
             new = objective_terms(new_mu, new_tau, y, F)
-            worse = new[0] < at[0] + 1e-4 * size * slope - 1e-13
+            worse = new[0] < at[0] + 1e-4 * size * slope - 1e-13 * np.maximum(1, np.abs(at[0]))
             if not worse.any():
                 break
             size = np.where(worse, size / 2, size)
@@ -352,7 +350,7 @@ def fit_many(
         tau = np.clip(np.broadcast_to(sd, m.shape) ** 2, *tau_box)
         new = _scoring(np.clip(m, *mu_box), tau, y, F, mu_box, tau_box, max_iter, tol)
         if best is not None:  # a later start must be better by more than rounding
-            better = (new[2] > best[2] + 1e-12)
+            better = new[2] > best[2] + 1e-12 * np.maximum(1, np.abs(best[2]))
             new = [np.where(better.reshape(-1, *[1] * (n.ndim - 1)), n, b) for n, b in zip(new, best)]
         best = new
     mu, sd, value = best[0], np.sqrt(best[1]), best[2]
@@ -403,7 +401,7 @@ def point_estimate(
     data: Transitions,
     *,
     n_starts: int = 4,  # starts of the nonlinear solver, uniform in the box
-    start: np.ndarray | None = None,  # (d,) one start in their place
+    start: np.ndarray | None = None,  # (d,) one start in their place, or (S, d) several
     seed: int = 0,
 ) -> np.ndarray:  # (d,)
     """Least squares on one-step predictions, inside the box; linear where the family is, else SciPy's trust-region
@@ -418,7 +416,7 @@ def point_estimate(
     residual = lambda x: ((sim.mean(x, data.s, data.a) - data.s_next) @ inv.T).ravel()
     slope = lambda x: np.einsum("ij,njd->nid", inv, jacobian(sim, x[None], data.s, data.a)[0]).reshape(-1, len(x))
     starts = (
-        np.random.default_rng(seed).uniform(*sim.bounds.T, (n_starts, len(sim.bounds))) if start is None else [start]
+        np.random.default_rng(seed).uniform(*sim.bounds.T, (n_starts, len(sim.bounds))) if start is None else np.atleast_2d(start)
     )
     fits = [
         optimize.least_squares(residual, x, jac=slope, bounds=sim.bounds.T, x_scale=np.ptp(sim.bounds, axis=1))
@@ -465,6 +463,10 @@ def _fit_mc(sim, data, sd_floor, n_samples, n_restarts, seed):
     return mu, sd
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #65cc95cc
+class NotAtRest(UserWarning):
+    "A fit by successive linearisation whose mean still moved in its last round, or that its start outdid."
+
+
 def _fit_exact(sim, data, sd_floor, n_restarts, seed, start=None):
     "Best of n_restarts scoring climbs; `start` replaces the first random mean."
     y, F, _ = whiten(sim, data)
@@ -476,15 +478,27 @@ def _fit_exact(sim, data, sd_floor, n_restarts, seed, start=None):
 
 
 def _fit_linear(sim, data, sd_floor, n_restarts, seed, start=None, rounds=20, tol=1e-6):
-    "Linearise at the point estimate, fit exactly, linearise at the fit, until μ rests (tol in widths of the box)."
+    """Linearise at the point estimate, fit exactly, linearise at the fit, until μ rests (tol in widths of the box). The
+    answer is the last round, unless an earlier one (or the start at the floor) is likelier by over one nat of the whole log."""
     mu = point_estimate(sim, data, n_starts=n_restarts, seed=seed) if start is None else np.asarray(start, float)
-    width = np.ptp(sim.bounds, axis=1)
-    for _ in range(rounds):
+    mu, width, d = np.clip(mu, *sim.bounds.T), np.ptp(sim.bounds, axis=1), len(mu)
+    sd, floor, family, rests = np.full(d, sd_floor), np.ones(d, bool), linearize(sim, mu, data), False
+    best = last = (_exact_loglik(family, mu, np.diag(sd**2), data), mu, sd, floor)
+    for k in range(rounds):
         before = mu
-        mu, sd, floor = _fit_exact(linearize(sim, mu, data), data, sd_floor, 3, seed, start=mu)
-        if np.abs((mu - before) / width).max() < tol:
+        mu, sd, floor = _fit_exact(family, data, sd_floor, 3, seed, start=mu)
+        family = linearize(sim, mu, data)
+        last = (_exact_loglik(family, mu, np.diag(sd**2), data), mu, sd, floor)
+        best = max(best, last, key=lambda fit: fit[0])
+        rests = np.abs((mu - before) / width).max() < tol
+        if rests:
             break
-    return mu, sd, floor
+    if len(data) * (best[0] - last[0]) <= 1:
+        best = last
+    if not rests or best is not last:
+        what = f"moved by up to {np.abs((last[1] - before) / width).max():.1g} of the box in round {k + 1}, its last"
+        warnings.warn(f"the fitted mean {what}; the likeliest round is kept, but it is no maximum", NotAtRest, stacklevel=3)
+    return *best[1:], rests and best is last
 
 # %% ../../../nbs/decision/odr/01_mle.ipynb #7c9cb97a
 class ODR:
@@ -492,7 +506,7 @@ class ODR:
     [sd_floor, width_j / 2].
 
     After `fit`: `mu_` (d,), `cov_` (d, d), `loglik_` (mean, nats; equals `mixture_loglik` at the fit), `at_floor_`
-    (d,) bool, `n_`."""
+    (d,) bool, `n_`, and `rests_` (False where "linear" ran out of rounds)."""
 
     def __init__(
         self,
@@ -513,16 +527,20 @@ class ODR:
         start: np.ndarray | None = None,  # (d,) a mean to start from (for "exact" and "linear")
     ) -> "ODR":
         """Maximise $L_N$. Raises TypeError for method="exact" without a linear-Gaussian simulator, ValueError for
-        settings out of range."""
+        settings out of range; "linear" warns (`NotAtRest`) when its mean still moved in the last of 20 rounds."""
         if self.method not in ("exact", "mc", "linear"):
             raise ValueError(f'method must be "exact", "mc" or "linear", got {self.method!r}')
-        if not 0 < self.sd_floor < np.ptp(self.sim.bounds, axis=1).min() / 2 or self.n_restarts < 1:
-            got = f"{self.sd_floor} and {self.n_restarts}"
-            raise ValueError(f"sd_floor must lie between 0 and half the box, n_restarts be at least 1, got {got}")
+        if not 0 < self.sd_floor < np.ptp(self.sim.bounds, axis=1).min() / 2:
+            raise ValueError(f"sd_floor must lie between 0 and half the box's width, got {self.sd_floor!r}")
+        if isinstance(self.n_restarts, bool) or not isinstance(self.n_restarts, Integral) or self.n_restarts < 1:
+            raise ValueError(f"n_restarts must be a whole number, at least 1, got {self.n_restarts!r}")
+        self.rests_ = True
         if self.method == "exact":
             mu, sd, self.at_floor_ = _fit_exact(self.sim, data, self.sd_floor, self.n_restarts, self.seed, start)
         elif self.method == "linear":
-            mu, sd, self.at_floor_ = _fit_linear(self.sim, data, self.sd_floor, self.n_restarts, self.seed, start)
+            mu, sd, self.at_floor_, self.rests_ = _fit_linear(
+                self.sim, data, self.sd_floor, self.n_restarts, self.seed, start
+            )
         else:
             mu, sd = _fit_mc(self.sim, data, self.sd_floor, self.n_samples, self.n_restarts, self.seed)
             eps = standard_normals(self.n_samples, len(mu), self.seed)
