@@ -741,6 +741,10 @@ def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
     ("wikipedia", '{"text": "a"}\n{"body": "b"}', "wikipedia.jsonl, line 2: want an object with text"),
     ("lmsys", "[1]", "lmsys.jsonl, line 1: want an object with conversation"),
     ("lmsys", b"\xff", "lmsys.jsonl, line 1: not JSON"),
+    ("lmsys", '{"conversation": null}', "lmsys.jsonl, line 1: conversation must be a list of turns"),
+    ("mmlu", '{"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": "C"}', "mmlu.jsonl, line 1: answer must be a number from 0 to 3"),
+    ("mmlu", '{"question": "1 + 1?", "choices": null, "answer": 1}', "mmlu.jsonl, line 1: choices must be a list of four texts"),
+    ("wikipedia", '{"text": 3}', "wikipedia.jsonl, line 1: text must be a text"),
 ])
 def test_damaged_data_are_named(tmp_path, monkeypatch, name, text, said):
     from icl26.evaluation.logprob_audit.experiments import data_rows
@@ -754,12 +758,12 @@ def test_damaged_data_are_named(tmp_path, monkeypatch, name, text, said):
 def test_gpu_profile_with_damaged_data_says_what_is_wrong(tmp_path, monkeypatch):
     tiny_lm(d_model=32, n_layers=2, max_positions=2048, seed=0).save_pretrained(tmp_path / "model")
     for name in ("lmsys", "mmlu", "wikipedia"):
-        (tmp_path / f"{name}.jsonl").write_text('{"other": 1}\n')
+        (tmp_path / f"{name}.jsonl").write_text('{"other": 1}\n' if name != "lmsys" else "")
     monkeypatch.setenv("ICL26_DATA", str(tmp_path))
     r = execute(tmp_path / "run", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     claims = {c["id"]: c for c in r["claims"]}
     assert claims["level"]["verdict"] != "not run"
-    assert "mmlu.jsonl, line 1" in claims["auc"]["reason"] and "lmsys.jsonl, line 1" in claims["onestep"]["reason"]
+    assert "mmlu.jsonl, line 1" in claims["auc"]["reason"] and "lmsys holds 0 rows, 1 are needed" in claims["onestep"]["reason"]
 
 
 def test_wide_models_are_not_rounded():
@@ -774,11 +778,31 @@ def test_wide_models_are_not_rounded():
     assert same(next(tinychange.finetune_full(model, [batch], (1,), lr=0.0))[1], model)
 
 
-@pytest.mark.parametrize("levels", [(0,), (1.5,)])
-def test_numbers_of_steps_are_checked(levels):
+@pytest.mark.parametrize("levels, said", [
+    (dict(finetune=(0,), finetune_batches=[{}]), "finetune must hold numbers of steps"),
+    (dict(finetune=(1.5,), finetune_batches=[{}]), "finetune must hold numbers of steps"),
+    (dict(noise=(-1.0,)), "noise must hold"),
+    (dict(prune=np.array([0.5, 2.0])), "prune must hold fractions"),
+])
+def test_levels_are_checked(levels, said):
     model = tiny_lm(d_model=16, n_layers=1, seed=0).model
-    with pytest.raises(ValueError, match="finetune must hold numbers of steps"):
-        lpa.TinyChange(model, noise=(), prune=(), finetune=levels, finetune_batches=[{}])
+    with pytest.raises(ValueError, match=said):
+        lpa.TinyChange(model, **levels)
+    assert len(lpa.TinyChange(model, noise=2.0 ** -np.arange(5), prune=2.0 ** -np.arange(3))) == 1 + 5 + 2 * 3
+
+
+def test_monitor_goes_on_with_a_watch_file(tmp_path):
+    path = tmp_path / "watch.jsonl"
+    jsonl(path, [{"kind": "baseline", "logprobs": {"a": -0.1, "b": -2.5}}, {"kind": "result", "pvalue": 0.5}])
+    m = monitor.Monitor(path)
+    assert m.seen == 1 and m.update({"a": -0.1, "b": -2.5}) is None and m.seen == 2
+
+
+def test_use_names_what_is_not_there(tmp_path, capsys):
+    assert use.main(["baseline", str(tmp_path / "w.jsonl"), "--local", str(tmp_path / "no-model")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert use.main(["series", str(tmp_path / "w.jsonl")]) == 2
+    assert capsys.readouterr().err == f"icl26: error: {tmp_path / 'w.jsonl'}: no such file\n"
 
 
 def test_gpu_profile_without_the_model_still_measures_the_level(tmp_path):

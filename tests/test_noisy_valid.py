@@ -15,6 +15,7 @@ import pytest
 from scipy.stats import beta, binom, norm
 
 import icl26.evaluation.noisy_valid as nv
+import icl26.evaluation.noisy_valid.use
 import icl26.evaluation.noisy_valid.verdicts
 from icl26.evaluation.noisy_valid import real
 from icl26.evaluation.noisy_valid.judge import Counts
@@ -447,6 +448,7 @@ def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path):
     claims = {c["id"]: c for c in record["claims"]}
     assert not any(c["verdict"] == "not run" for c in record["claims"])
     assert claims["real"]["scale"] == claims["estimator"]["scale"] == "mechanism"  # tiny models: a check of the path
+    assert [real.plays_the_paper(m) for m in (None, str(stand_in / "models"), str(stand_in / "models" / real.JUDGES[0]), "some/judge")] == [True, True, False, False]
     assert {c.scale for c in nv.verdicts.claims("gpu") if c.id in ("real", "estimator")} == {"paper"}
     assert set(record["data_hashes"]) == set(real.SOURCES) and set(record["model_hashes"]) == {real.JUDGES[0], *real.TESTED}
     judged = {p["label"].split(" ", 3)[3] for p in claims["real"]["values"] if p["label"].startswith("noisy same")}
@@ -551,9 +553,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
     assert run.returncode == 2 and text in run.stderr and run.stderr.startswith("icl26: error:") and "Traceback" not in run.stderr
 
 
+def test_a_good_model_is_told_what_else_works(tmp_path):
+    data = {"human": np.zeros(50, bool), "human_judge": np.r_[np.ones(3, bool), np.zeros(47, bool)], "judge_labels": np.arange(200) < 20}
+    with pytest.raises(ValueError, match="all passes.*'direct', 'ppi' or 'ppi\\+\\+'"):
+        nv.use.certificate(data, alpha=0.2)
+    assert nv.use.certificate(data, alpha=0.2, method="direct")["certified"]
+
+
 @pytest.mark.parametrize("text, said", [("text,label\nno label\n", "line 2: label must be 0 or 1, got ''"),
                                         ("label,text\n1,good\n1\n", "line 3: the row has no text"),
-                                        (b"text,label\ngood,1\n\xff\xfe,0\n", "codec can't decode"),
+                                        (b"text,label\ngood,1\n\xff\xfe,0\n", "not a CSV file in UTF-8"),
+                                        ("label,text\n1,hello, you idiot\n", "line 2: more fields than columns"),
+                                        ("text,label,label\na,1,0\n", "each once"),
                                         ("text,label\n" + "x" * 140_000 + ",1\n", "field larger than field limit")])
 def test_damaged_rows_of_texts_are_named(tmp_path, text, said):
     from icl26.evaluation.noisy_valid.real import read_texts

@@ -385,13 +385,77 @@ def scripted_expert(
 
     def act(obs: np.ndarray) -> int:
         obs = np.asarray(obs)
-        if obs.size != 100 * channels:
+        if obs.shape not in ((10, 10, channels), (100 * channels,)):
             raise ValueError(f"obs must be one board of {name}, (10, 10, {channels}) or flat, got shape {obs.shape}")
         return _EXPERTS[name](obs.reshape(10, 10, channels))
 
     return act
 
 # %% ../../nbs/decision/00_envs.ipynb #76bffb37
+class _Padded:
+    "A robot of `gymnasium-robotics` in arrays: padded observations (n, D) and actions (n, k), one reward."
+
+    def __init__(self, base, max_steps):
+        self.base, self.max_steps, self.t, self.render_mode = base, max_steps, 0, None
+        self.possible_agents, self.agents = list(base.possible_agents), []
+        robot, parts = base.single_agent_env, base.agent_action_partitions
+        sizes = [base.observation_space(a).shape[0] for a in self.possible_agents]
+        self.n_agents, self.act_dim = len(parts), max(len(p) for p in parts)
+        self.obs_dim = max(sizes) + self.n_agents
+        self.action_mask = np.array([[j < len(p) for j in range(self.act_dim)] for p in parts])
+        self._motors = np.concatenate([[node.act_ids for node in p] for p in parts]).astype(int)
+        low, high = robot.action_space.low.astype(float), robot.action_space.high.astype(float)
+        self._middle, self._half = (low + high) / 2, (high - low) / 2
+        self._frame = np.zeros((self.n_agents, self.obs_dim), np.float32)
+        self._frame[:, max(sizes) :] = np.eye(self.n_agents)
+        self._slots = np.array([[j < s for j in range(self.obs_dim)] for s in sizes])
+        self._read = self._reader()
+
+    def _reader(self):
+        "Which entries of (qpos, qvel) each agent sees, if it sees nothing else; None otherwise."
+        index, robot = self.base.observation_factorization, self.base.single_agent_env.unwrapped
+        if index is None:
+            return None
+        flat = np.concatenate([index[a] for a in self.possible_agents]).astype(int)
+        skip = robot.observation_structure["skipped_qpos"]
+        return (flat, skip) if flat.max() < robot.model.nq - skip + robot.model.nv else None
+
+    def _look(self):
+        obs = self._frame.copy()
+        if self._read is None:
+            seen = self.base._get_obs()
+            obs[self._slots] = np.concatenate([seen[a] for a in self.possible_agents])
+        else:
+            (flat, skip), data = self._read, self.base.single_agent_env.unwrapped.data
+            obs[self._slots] = np.concatenate([data.qpos[skip:], data.qvel])[flat]
+        return obs
+
+    def reset_joint(self, seed=None):
+        "Start an episode: observations (n, D), float32."
+        self.base.single_agent_env.reset(seed=seed)
+        self.agents, self.t = list(self.possible_agents), 0
+        return self._look()
+
+# %% ../../nbs/decision/00_envs.ipynb #0f046558
+def _step_joint(team, actions):
+    "Actions (n, k) in [-1, 1] to (observations (n, D), team reward, terminated, truncated)."
+    actions = np.asarray(actions, float)
+    if actions.shape != team.action_mask.shape:
+        raise ValueError(f"actions must have shape {team.action_mask.shape}, got {actions.shape}")
+    if not team.agents:
+        raise ValueError("step: the episode is over (or has not begun); call reset first")
+    if not np.isfinite(actions[team.action_mask]).all():
+        raise ValueError("actions must be finite; the policy has diverged")
+    whole = np.empty_like(team._middle)
+    whole[team._motors] = np.clip(actions, -1, 1)[team.action_mask]
+    _, reward, terminated, truncated, _ = team.base.single_agent_env.step(team._middle + team._half * whole)
+    team.t += 1
+    truncated = bool(truncated or (team.max_steps is not None and team.t >= team.max_steps and not terminated))
+    if terminated or truncated:
+        team.agents = []
+    return team._look(), float(reward), bool(terminated), truncated
+
+# %% ../../nbs/decision/00_envs.ipynb #4cce8518
 @functools.cache
 def _team() -> type:
     "The environment class; made at first use, because PettingZoo and gymnasium-robotics are an extra."
@@ -401,74 +465,20 @@ def _team() -> type:
     except ImportError as e:
         raise ImportError('multi-agent MuJoCo needs: pip install "icl26[decision]"') from e
 
-    class TeamMujoco(pettingzoo.ParallelEnv):
+    class TeamMujoco(_Padded, pettingzoo.ParallelEnv):
         metadata = {"render_modes": [], "name": "team_mujoco", "is_parallelizable": True}
+        step_joint = _step_joint
 
         def __init__(self, base, max_steps):
-            self.base, self.max_steps, self.t, self.render_mode = base, max_steps, 0, None
-            self.possible_agents, self.agents = list(base.possible_agents), []
-            robot, parts = base.single_agent_env, base.agent_action_partitions
-            sizes = [base.observation_space(a).shape[0] for a in self.possible_agents]
-            self.n_agents, self.act_dim = len(parts), max(len(p) for p in parts)
-            self.obs_dim = max(sizes) + self.n_agents
-            self.action_mask = np.array([[j < len(p) for j in range(self.act_dim)] for p in parts])
-            self._motors = np.concatenate([[node.act_ids for node in p] for p in parts]).astype(int)
-            low, high = robot.action_space.low.astype(float), robot.action_space.high.astype(float)
-            self._middle, self._half = (low + high) / 2, (high - low) / 2
-            self._frame = np.zeros((self.n_agents, self.obs_dim), np.float32)
-            self._frame[:, max(sizes) :] = np.eye(self.n_agents)
-            self._slots = np.array([[j < s for j in range(self.obs_dim)] for s in sizes])
-            self._read = self._reader()
+            super().__init__(base, max_steps)
             self._obs_space = Box(-np.inf, np.inf, (self.obs_dim,), np.float32)
             self._act_space = Box(-1.0, 1.0, (self.act_dim,), np.float32)
-
-        def _reader(self):
-            "Which entries of (qpos, qvel) each agent sees, if it sees nothing else; None otherwise."
-            index, robot = self.base.observation_factorization, self.base.single_agent_env.unwrapped
-            if index is None:
-                return None
-            flat = np.concatenate([index[a] for a in self.possible_agents]).astype(int)
-            skip = robot.observation_structure["skipped_qpos"]
-            return (flat, skip) if flat.max() < robot.model.nq - skip + robot.model.nv else None
 
         def observation_space(self, agent):
             return self._obs_space
 
         def action_space(self, agent):
             return self._act_space
-
-        def _look(self):
-            obs = self._frame.copy()
-            if self._read is None:
-                seen = self.base._get_obs()
-                obs[self._slots] = np.concatenate([seen[a] for a in self.possible_agents])
-            else:
-                (flat, skip), data = self._read, self.base.single_agent_env.unwrapped.data
-                obs[self._slots] = np.concatenate([data.qpos[skip:], data.qvel])[flat]
-            return obs
-
-        def reset_joint(self, seed=None):
-            "Start an episode: observations (n, D), float32."
-            self.base.single_agent_env.reset(seed=seed)
-            self.agents, self.t = list(self.possible_agents), 0
-            return self._look()
-
-        def step_joint(self, actions):
-            "Actions (n, k) in [-1, 1] to (observations (n, D), team reward, terminated, truncated)."
-            actions = np.asarray(actions, float)
-            if actions.shape != self.action_mask.shape:
-                raise ValueError(f"actions must have shape {self.action_mask.shape}, got {actions.shape}")
-            if not self.agents:
-                raise ValueError("step: the episode is over (or has not begun); call reset first")
-            whole = np.empty_like(self._middle)
-            whole[self._motors] = np.clip(actions, -1, 1)[self.action_mask]
-            whole = self._middle + self._half * whole
-            _, reward, terminated, truncated, _ = self.base.single_agent_env.step(whole)
-            self.t += 1
-            truncated = bool(truncated or (self.max_steps is not None and self.t >= self.max_steps and not terminated))
-            if terminated or truncated:
-                self.agents = []
-            return self._look(), float(reward), bool(terminated), truncated
 
         def _each(self, value):
             return {a: value for a in self.possible_agents}
@@ -516,6 +526,8 @@ def mamujoco(
     an unknown robot or split."""
     if max_steps is not None and (int(max_steps) != max_steps or max_steps < 1):
         raise ValueError(f"max_steps must be a positive integer or None, got {max_steps!r}")
+    if isinstance(agent_obsk, bool) or not isinstance(agent_obsk, (int, np.integer)) or agent_obsk < 0:
+        raise ValueError(f"agent_obsk must be a whole number of joints, at least 0, got {agent_obsk!r}")
     mamujoco_v1, robot = _mamujoco_v1(), make_env(f"{scenario}-v5")
     try:
         base = mamujoco_v1.parallel_env(scenario, conf, agent_obsk=agent_obsk, gym_env=robot)
@@ -579,7 +591,7 @@ def ars(
         raise ValueError(f"step and noise must be positive, got {step!r} and {noise!r}")
     if hasattr(env, "step_joint"):
         shape = (env.n_agents, env.act_dim, env.obs_dim)
-    elif len(getattr(env.action_space, "shape", None) or ()) == 1 and len(env.observation_space.shape) == 1:
+    elif all(len(getattr(space, "shape", None) or ()) == 1 for space in (env.action_space, env.observation_space)):
         shape = (env.action_space.shape[0], env.observation_space.shape[0])
         if not np.isfinite([env.action_space.low, env.action_space.high]).all():
             raise ValueError("env: its action space has no bounds, so actions in [-1, 1] cannot be scaled to it")

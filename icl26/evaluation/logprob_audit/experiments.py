@@ -381,21 +381,30 @@ HUB = {
 }
 
 
-COLUMNS = {"lmsys": ("conversation",), "mmlu": ("question", "choices", "answer"), "wikipedia": ("text",)}
+_texts = lambda x, n=None: isinstance(x, list) and all(isinstance(t, str) for t in x) and (n is None or len(x) == n)
+COLUMNS = {  # column: what it holds, and whether a value is that
+    "lmsys": {"conversation": ("a list of turns", lambda x: isinstance(x, list))},
+    "mmlu": {"question": ("a text", lambda x: isinstance(x, str)), "choices": ("a list of four texts", lambda x: _texts(x, 4)),
+             "answer": ("a number from 0 to 3", lambda x: isinstance(x, int) and 0 <= x <= 3)},
+    "wikipedia": {"text": ("a text", lambda x: isinstance(x, str))},
+}
 
 
-def _json_rows(path: Path, columns: Sequence[str], n: int) -> list[dict]:
-    "The first `n` lines of a JSON lines file, each an object with these columns. `ValueError` names file and line."
-    rows = []
+def _json_rows(path: Path, name: str, n: int) -> list[dict]:
+    "The first `n` lines of a JSON lines file, each an object with the data set's columns. `ValueError` names file and line."
+    rows, columns = [], COLUMNS[name]
     with open(path, "rb") as f:
         for number, line in zip(range(1, n + 1), f):
+            where = f"{path.name}, line {number}"
             try:
                 row = json.loads(line)
-                lacking = [c for c in columns if c not in row] if isinstance(row, dict) else columns
             except ValueError as e:  # no JSON, or not UTF-8
-                raise ValueError(f"{path.name}, line {number}: not JSON ({e})") from e
-            if lacking:
-                raise ValueError(f"{path.name}, line {number}: want an object with {', '.join(columns)}; {', '.join(lacking)} is missing")
+                raise ValueError(f"{where}: not JSON ({e})") from e
+            if not isinstance(row, dict) or not columns.keys() <= row.keys():
+                raise ValueError(f"{where}: want an object with {', '.join(columns)}")
+            for column, (what, fits) in columns.items():
+                if not fits(row[column]):
+                    raise ValueError(f"{where}: {column} must be {what}, got {row[column]!r:.60}")
             rows.append(row)
     return rows
 
@@ -411,7 +420,7 @@ def data_rows(
         local = Path(os.environ["ICL26_DATA"]) / f"{name}.jsonl"
         if not local.exists():
             raise FileNotFoundError(f"{repo}: there is no {name}.jsonl in the folder ICL26_DATA")
-        return _json_rows(local, COLUMNS[name], n)
+        return _json_rows(local, name, n)
     try:
         from datasets import load_dataset
 

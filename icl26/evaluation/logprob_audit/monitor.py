@@ -231,7 +231,8 @@ class Monitor:
         distance = rule.get("min_distance", 24)
         self.keep = rule.get("baseline", 100) + rule.get("exclusion", 48) + distance + 2 * window
         self.recent, self.seen, self.silent_until = [], 0, 0
-        for record in read_lines(path) if path is not None else (): self._take(record["logprobs"])
+        for record in read_lines(path) if path is not None else ():
+            if "logprobs" in record: self._take(record["logprobs"])            # a watch file of the command holds results, too
 
     def update(self, observation: Observation) -> Alarm | None:
         "Add one observation (and keep it on disk); an `Alarm` if a change ends here, else None."

@@ -275,7 +275,11 @@ class TinyChange:
         lr: float = 1e-6,  # learning rate of both
         seed: int = 0,  # of noise, random pruning and the adapters
     ):
-        finetune = () if finetune_batches is None else tuple(finetune)
+        noise, prune, finetune = tuple(noise), tuple(prune), () if finetune_batches is None else tuple(finetune)
+        if not all(s >= 0 and math.isfinite(s) for s in noise):
+            raise ValueError(f"noise must hold finite standard deviations, 0 or more, got {noise}")
+        if not all(0 <= p <= 1 for p in prune):
+            raise ValueError(f"prune must hold fractions from 0 to 1, got {prune}")
         if not all(isinstance(k, Integral) and k >= 1 for k in finetune):
             raise ValueError(f"finetune must hold numbers of steps, whole and 1 or more, got {finetune}")
         if noise and not _floats(model):

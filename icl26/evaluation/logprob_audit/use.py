@@ -159,6 +159,8 @@ def open_source(
     if source["local"] == "bundled":
         return HFLM.bundled()
     if source["local"]:
+        if source["local"].startswith((".", "/", "~")) and not Path(source["local"]).expanduser().is_dir():
+            raise ValueError(f"--local {source['local']}: there is no such folder")
         return HFLM(source["local"])
     from icl26.lm.openai import OpenAILM
 
@@ -230,6 +232,8 @@ def run_series(
     min_statistic: float = 1.0,  # nats
 ) -> list[dict]:  # change points: number of the answer and its S
     "Change points among all answers of the file, in their order. `ValueError`: too few for two windows."
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
     load_watch(path)  # every line is checked
     answers = [line["logprobs"] for line in read_lines(path) if "logprobs" in line]
     if len(answers) < (least := 2 * window + SPLITS_BEFORE):
@@ -245,7 +249,7 @@ def parser() -> CommandParser:
         description="Did the model behind an endpoint change?",
         epilog="exit code of check: 0 nothing found, 3 changed, 2 error",
     )
-    sub = p.add_subparsers(dest="command", required=True)
+    sub = p.add_subparsers(dest="command", required=True, metavar="baseline | check | series")
     b = sub.add_parser("baseline", help="collect the answers that later ones are compared with")
     c = sub.add_parser("check", help="collect a fresh sample and test it against the baseline")
     s = sub.add_parser("series", help="change points among all answers in the file")

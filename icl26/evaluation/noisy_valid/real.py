@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SOURCES', 'DATA_FOLDER', 'OWN_FOLDER', 'QUESTIONS', 'MAX_CHARS', 'JUDGES', 'TESTED', 'Population', 'draw_from',
            'digits_populations', 'Source', 'Texts', 'load_texts', 'hub_texts', 'read_texts', 'texts_at_hand',
-           'write_texts', 'verdict_prompts', 'verdict_logprobs', 'find_model', 'parts_played', 'text_populations',
-           'pairs']
+           'write_texts', 'verdict_prompts', 'verdict_logprobs', 'find_model', 'parts_played', 'plays_the_paper',
+           'text_populations', 'pairs']
 
 # %% ../../../nbs/evaluation/noisy_valid/04_real.ipynb #34f4f649
 import csv
@@ -169,11 +169,17 @@ def read_texts(
         reader = csv.DictReader(f)
         try:
             names = reader.fieldnames
-            rows = [(r.get("text"), (r.get("label") or "").strip(), r.get("prompt") or "", reader.line_num) for r in reader]
-        except (csv.Error, UnicodeDecodeError) as e:  # a field beyond the reader's limit, a NUL, another encoding
+            rows = [(r.get("text"), (r.get("label") or "").strip(), r.get("prompt") or "", reader.line_num, r.get(None)) for r in reader]
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{path}: not a CSV file in UTF-8 ({e.reason})") from e
+        except csv.Error as e:  # a field beyond the reader's limit, a NUL
             raise ValueError(f"{path}: line {reader.line_num}: {e}") from e
-    if not {"text", "label"} <= set(names or ()):
-        raise ValueError(f"{path}: want the columns text and label, got {names}")
+    if not {"text", "label"} <= set(names or ()) or len(set(names)) < len(names):
+        raise ValueError(f"{path}: want the columns text and label, each once, got {names}")
+    longer = [line for *_, line, extra in rows if extra]
+    if longer:
+        raise ValueError(f"{path}: line {longer[0]}: more fields than columns; a text with a comma needs quotes")
+    rows = [row[:-1] for row in rows]
     bad = [(f"label must be 0 or 1, got {y!r}", line) for _, y, _, line in rows if y not in ("0", "1")]
     bad += [("the row has no text", line) for text, _, _, line in rows if text is None]
     if bad or not rows:
@@ -275,6 +281,16 @@ def parts_played(
     return {judge: judge}, {t: t for t in TESTED}
 
 # %% ../../../nbs/evaluation/noisy_valid/04_real.ipynb #8ee93826
+def plays_the_paper(
+    model: str | None,  # the parameter of the reproduction
+) -> bool:
+    "Whether the paper's own judges and models would be loaded, and not one model in the place of all or another judge."
+    if model is None:
+        return True
+    folder = Path(model)
+    return model in JUDGES or (folder.is_dir() and not (folder / "config.json").is_file())
+
+
 def text_populations(
     data: Sequence[Texts],  # from `load_texts`
     judges: dict[str, str],  # name -> what HFLM loads

@@ -72,9 +72,13 @@ def certificate(
         raise ValueError(f"no row has the judge's label only (human empty), which {method!r} needs; use method 'direct'")
     if "human" not in used:
         raise ValueError("no row has a human label; every test needs some")
+    both = 0 < data["human"].sum() < len(data["human"])
+    if method in ("noisy", "exact") and not both:
+        only = "passes" if not data["human"].any() else "failures"
+        raise ValueError(f"the human labels are all {only}, so that {method!r} cannot estimate the judge's error rates; label more items, "
+                         "or use method 'direct', 'ppi' or 'ppi++'")
     main_result = certify(method, alpha=alpha, zeta=zeta, variance=variance, **used)
     results = {method: main_result}
-    both = 0 < data["human"].sum() < len(data["human"])
     if "judge_labels" in used and both and min(len(data["human"]), len(data["judge_labels"])) >= 2:
         results |= {m: certify(m, alpha=alpha, zeta=zeta, **used) for m in METHODS if m not in ("oracle", method)}
     flat = [m for m in results if _without_variance(m, data, alpha)]

@@ -72,12 +72,12 @@ def or_nothing(
 # %% ../../../nbs/evaluation/noisy_valid/05_verdicts.ipynb #1db3f851
 def claims(
     profile: str = "smoke",  # "smoke", "cpu" or "gpu": sets the scale of the claims on real labels
-    on_cpu: bool = False,  # profile `gpu` on the processor: tiny models, a check of the path and nothing about the paper
+    stand_in: bool = False,  # profile `gpu` on other models than the paper's: a check of the path and nothing about the paper
 ) -> list[Claim]:
     "The seven claims in order. ValueError for an unknown profile."
     if profile not in ("smoke", "cpu", "gpu"):
         raise ValueError(f"profile: want 'smoke', 'cpu' or 'gpu', got {profile!r}")
-    return [*_level_claims(), *_power_claims(), *_data_claims("small-model" if profile != "gpu" else "mechanism" if on_cpu else "paper")]
+    return [*_level_claims(), *_power_claims(), *_data_claims("small-model" if profile != "gpu" else "mechanism" if stand_in else "paper")]
 
 
 def _level_claims() -> list[Claim]:
