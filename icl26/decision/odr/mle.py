@@ -282,8 +282,10 @@ def _newton_step(x, gradient, information, low, high):
 
 
 def _scoring(mu, tau, y, F, mu_box, tau_box, max_iter, tol):
-    "Fisher scoring with step halving for R starts on R logs (or one). Returns μ, τ, value."
+    """Fisher scoring with step halving for R starts on R logs (or one). Returns μ, τ, value. Gains below rounding, which residuals
+    of many noises make larger, count for nothing."""
     shared, live = len(y) == 1, np.arange(len(mu))
+    grain = np.broadcast_to(1e-16 * np.abs(y).max((1, 2)), len(mu))
     at = objective_terms(mu, tau, y, F)
     final = [mu.copy(), tau.copy(), at[0].copy()]
     for _ in range(max_iter):
@@ -294,7 +296,7 @@ def _scoring(mu, tau, y, F, mu_box, tau_box, max_iter, tol):
             step = size[:, None]
             new_mu, new_tau = mu + step * (mu_to - mu), tau + step * (tau_to - tau)
             new = objective_terms(new_mu, new_tau, y, F)
-            worse = new[0] < at[0] + 1e-4 * size * slope - 1e-13 * np.maximum(1, np.abs(at[0]))
+            worse = new[0] < at[0] + 1e-4 * size * slope - 1e-13 * np.maximum(1, np.abs(at[0])) - grain
             if not worse.any():
                 break
             size = np.where(worse, size / 2, size)
@@ -303,10 +305,11 @@ def _scoring(mu, tau, y, F, mu_box, tau_box, max_iter, tol):
         at = tuple(np.where(worse.reshape(-1, *[1] * (v.ndim - 1)), old, v) for v, old in zip(new, at))
         for array, value in zip(final, (mu, tau, at[0])):
             array[live] = value
-        going = (slope > tol) & ~worse
+        going = (slope > np.maximum(tol, grain)) & ~worse
         if not going.any():
             break
         live, mu, tau, at = live[going], mu[going], tau[going], tuple(v[going] for v in at)
+        grain = grain[going]
         if not shared and not going.all():
             y, F = y[going], F[going]
     return final
