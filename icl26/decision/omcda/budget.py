@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['as_float', 'same_actions', 'masses', 'kl_categorical', 'without_actions', 'tilt', 'tilted_policy', 'spent',
-           'strengths_for_budgets', 'temperature_for_budget', 'influence', 'output_gradients', 'allocate_budget',
-           'OneStepTeams', 'fit_teams', 'tilt_to_budgets', 'team_influence', 'omcda_one_step', 'matched_equal_alpha',
-           'allocations']
+           'strengths_for_budgets', 'one_strength', 'temperature_for_budget', 'influence', 'output_gradients',
+           'allocate_budget', 'OneStepTeams', 'fit_teams', 'tilt_to_budgets', 'team_influence', 'omcda_one_step',
+           'matched_equal_alpha', 'allocations']
 
 # %% ../../../nbs/decision/omcda/01_budget.ipynb #35cfa99d
 import math
@@ -138,6 +138,37 @@ def strengths_for_budgets(
     return out
 
 # %% ../../../nbs/decision/omcda/01_budget.ipynb #d4b1a8a2
+def one_strength(q: np.ndarray, pi_b: np.ndarray, budget: float, alpha_min: float, alpha_max: float, tol: float = 1e-9) -> float:
+    "`strengths_for_budgets` of a single row."
+    b, q = pi_b[pi_b > 0], q[pi_b > 0]
+    q, total = q - q.max(), float(b.sum())
+
+    def kl_and_slope(x):
+        rate = math.exp(x)
+        e = b * np.exp(rate * q)
+        z = float(e.sum())
+        mean = float(e @ q) / z
+        return rate * mean - math.log(z / total), rate * max(float(e @ (q * q)) / z - mean * mean, 0.0)
+
+    low, high = -math.log(alpha_max), -math.log(alpha_min)
+    if kl_and_slope(high)[0] <= budget:
+        return alpha_min
+    if kl_and_slope(low)[0] >= budget:
+        return alpha_max
+    variance = max(float(b @ (q * q)) / total - (float(b @ q) / total) ** 2, 1e-300)
+    x = min(max(0.5 * math.log(2 * budget / variance), low), high)
+    for _ in range(200):
+        kl, slope = kl_and_slope(x)
+        kl = max(kl, 1e-300)
+        gap = math.log(kl) - math.log(budget)
+        low, high = (x, high) if gap < 0 else (low, x)
+        if abs(gap) < tol or high - low < 1e-14:
+            break
+        step = x - gap * kl / max(math.exp(x) * slope, 1e-300)
+        x = step if low < step < high else (low + high) / 2
+    return math.exp(-x)
+
+# %% ../../../nbs/decision/omcda/01_budget.ipynb #1826fff1
 def temperature_for_budget(
     q,  # (A,) values
     pi_b,  # (A,) behaviour probabilities
@@ -148,7 +179,7 @@ def temperature_for_budget(
     alpha_max: float = 1e6,  # returned if even this strength spends more
 ) -> float:
     "The alpha whose `tilted_policy` is `budget` away from `pi_b`. ValueError for budget <= 0, other shapes or limits."
-    rows = [np.asarray(as_float(x, name), np.float64) for x, name in ((q, "q"), (pi_b, "pi_b"))]
+    rows = [as_float(x, name).detach().cpu().double().numpy() for x, name in ((q, "q"), (pi_b, "pi_b"))]
     if rows[0].ndim != 1 or rows[0].shape != rows[1].shape or not rows[0].size:
         raise ValueError(f"q and pi_b: one axis of the same length is needed, got {rows[0].shape} and {rows[1].shape}")
     if not budget > 0:
@@ -159,7 +190,7 @@ def temperature_for_budget(
         raise ValueError(f"alpha_min and alpha_max: 0 < alpha_min < alpha_max is needed, got {alpha_min!r} and {alpha_max!r}")
     if not (np.isfinite(rows[0]).all() and (rows[1] >= 0).all() and abs(rows[1].sum() - 1) < 1e-4):
         raise ValueError("q must be finite and pi_b a distribution (entries of 0 or more that sum to 1)")
-    return float(strengths_for_budgets(w * rows[0][None], rows[1][None], np.array([float(budget)]), alpha_min, alpha_max)[0])
+    return float(one_strength(w * rows[0], rows[1], float(budget), alpha_min, alpha_max))
 
 # %% ../../../nbs/decision/omcda/01_budget.ipynb #a44e4487
 def influence(
