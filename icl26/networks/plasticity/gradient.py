@@ -116,7 +116,7 @@ def frozen_test(net: SpikingCircuit, circuit: V1Circuit, task: ChangeDetection, 
     frozen = copy.copy(circuit)
     frozen.w0 = (net.u.detach() * circuit.w_max.to(net.u.device)).cpu()
     theta = np.zeros(RuleSpace(1).n_params)  # all gates off
-    theta[-1] = float(net.threshold)
+    theta[-1] = float(net.threshold.detach())
     e = evaluate_rules(theta, frozen, task, seed=seed, device=str(net.u.device), neuron=net.neuron)
     return float(e.accuracy[0]), float(e.auc[0]), float(e.rates.mean())
 
@@ -185,4 +185,4 @@ def train_gradient(
         opt.step()
         net.clip()
     at, accuracy, auc, rates = np.array(rows).T
-    return Training(at, accuracy, auc, rates, net.u.detach().cpu().numpy(), float(net.threshold))
+    return Training(at, accuracy, auc, rates, net.u.detach().cpu().numpy(), float(net.threshold.detach()))
