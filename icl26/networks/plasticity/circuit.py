@@ -52,7 +52,7 @@ def lgn_wiring(
     picked = torch.from_numpy(rng.integers(0, N_FILTERS, (len(types), PARTNERS)))
     return picked, gain[:, None] / PARTNERS * torch.from_numpy(rng.uniform(0.5, 1.5, picked.shape)).float()
 
-
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #cc262a83
 class V1Circuit:
     """A reduced mouse V1: types, edge lists, signs and magnitudes. Synthetic unless read from a file.
 
@@ -137,7 +137,7 @@ def circuit_from_arrays(
     rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), 18])
     return c._finish(*(torch.from_numpy(x.astype(np.int64)) for x in (types, pre, post)), torch.from_numpy(weight).float(), seed, rng)
 
-
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #08175a11
 def save_circuit(circuit: V1Circuit, path) -> None:
     "Write a circuit as npz, in the format above."
     np.savez_compressed(path, types=circuit.types, pre=circuit.pre, post=circuit.post, weight=circuit.w0)
@@ -155,7 +155,7 @@ def part_of(types, pre, post, weight, n_neurons, seed):
     inside = (place[pre] >= 0) & (place[post] >= 0)
     return types[kept], place[pre[inside]], place[post[inside]], weight[inside]
 
-# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #08175a11
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #06b77fc9
 def read_npz_circuit(path) -> dict:
     "The four arrays of an npz file. OSError, or ValueError that names file and array."
     import zipfile
@@ -183,7 +183,7 @@ def type_of_population(
         raise ValueError(f"pop_name: {name!r} is none of the model's populations, such as e4Scnn1a, i23Pvalb or i1Htr3a")
     return TYPE_NAMES.index(f"{layer} {kind}")
 
-
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #caaf4bf8
 def read_sonata(folder) -> dict:
     "The four arrays of a SONATA folder. ImportError without h5py, ValueError that names what is missing."
     import pandas as pd
@@ -215,7 +215,7 @@ def read_sonata(folder) -> dict:
     types = np.array([known[i] for i in kinds])
     return dict(types=types, pre=pre.astype(np.int64), post=post.astype(np.int64), weight=np.abs(given.astype(np.float64)))
 
-
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #72a19709
 def load_circuit(
     path,  # an npz file, or a SONATA folder
     *,

@@ -265,7 +265,7 @@ def rule_to_dict(rule: Rule) -> dict:
     out = {"format": FORMAT, "n_types": rule.n_types, "terms": [t for t, g in zip(TERMS, rule.gates.tolist()) if g]}
     return out | {f.name: getattr(rule, f.name).tolist() for f in fields(rule) if f.name != "gates"}
 
-
+# %% ../../../nbs/networks/plasticity/00_rules.ipynb #af677275
 def rule_from_dict(
     record: dict,  # as `rule_to_dict` makes it
     where: str = "rule",  # named in messages

@@ -77,7 +77,7 @@ class Batch:
         "Whether some rule reads the reward trace."
         return self.reward is not None or any(r for part in (self.pre, self.post, self.mixed) for r, _ in part)
 
-
+# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #96cb75ce
 def spaces(thetas) -> tuple[np.ndarray, RuleSpace]:
     "`thetas` as (P, n_params) and the space whose length they have: 17 types or one. ValueError for another length."
     thetas = np.atleast_2d(np.asarray(thetas, dtype=np.float64))
@@ -112,7 +112,7 @@ def lay_out(
     return Batch(found["pre"], found["post"], found["syn"], reward, keep(part["tau_e"])[types].contiguous(), keep(part["tau_r"]), part["threshold"], types,
                  bool(gates.any()))
 
-# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #96cb75ce
+# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #a22124a2
 def side_sum(terms: dict, r: int, values: list) -> Tensor | None:
     "Sum of coefficient times monomial over the terms of one side, without (0) or with (1) a factor R; None if there is none."
     out = None
@@ -121,7 +121,7 @@ def side_sum(terms: dict, r: int, values: list) -> Tensor | None:
             out = c * values[k] if out is None else torch.addcmul(out, c, values[k])
     return out
 
-
+# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #dc441acf
 def added(total: Tensor | float, a: Tensor, b: Tensor) -> Tensor:
     "total + a b in one pass."
     return torch.addcmul(total, a, b) if torch.is_tensor(total) else a * b
@@ -179,7 +179,7 @@ def update_weights(u: Tensor, d: Tensor) -> Tensor:
     "The bounded update in units of w_max."
     return torch.addcmul(u + d.clamp(min=0), u, d.abs(), value=-1).clamp_(0, 1)
 
-
+# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #b27f11f2
 def simulate_batch(thetas, circuit, task, seed, device, eta, neuron, keep_weights, record) -> Run:
     "All trials of one batch of rules."
     with torch.inference_mode():
@@ -217,7 +217,7 @@ def simulate_batch(thetas, circuit, task, seed, device, eta, neuron, keep_weight
         return Run(to(torch.stack(readout)), torch.stack(correct).cpu().numpy(), to(counts / (test_steps * task.dt / 1000)), to(type_rates), to(peak),
                    to(sim.u * sim.w_max) if keep_weights else None, plan, torch.cat(raster).numpy() if raster else None)
 
-
+# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #fff39cce
 class Stepper:
     "State and steps of P rules on one circuit."
 
@@ -330,7 +330,7 @@ class Evaluation:
     def __repr__(self) -> str:
         return f"Evaluation({len(self.accuracy)} rules: accuracy {self.accuracy.min():.3f} to {self.accuracy.max():.3f}, chance {self.chance:.3f})"
 
-
+# %% ../../../nbs/networks/plasticity/03_simulate.ipynb #d8a8c104
 def roc_area(
     scores: np.ndarray,  # (n, P)
     positive: np.ndarray,  # (n,) bool

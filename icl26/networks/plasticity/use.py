@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .analysis import retest, switched_off
 from .circuit import N_TYPES, TYPE_NAMES, load_circuit
-from .rules import CLASSICAL, Rule, RuleSpace, bounded_update, load_rule, rule_to_dict, save_rule, simple_rule, trace_step
+from .rules import CLASSICAL, TERMS, Rule, RuleSpace, bounded_update, load_rule, rule_to_dict, save_rule, simple_rule, trace_step
 from .simulate import OBJECTIVES
 from .task import ChangeDetection
 from ...repro.results import write_text
@@ -103,7 +103,7 @@ def test_rule(
             out["measures"][name] = dict(rule=ends(mean, x[:, 0]), off=ends(off, x[:, 1]), difference=ends(d, x[:, 0] - x[:, 1]), per_seed=x[:, 0].tolist(), per_seed_off=x[:, 1].tolist())
     return out
 
-
+# %% ../../../nbs/networks/plasticity/09_use.ipynb #ad1d2ee3
 def show_rule(rule: Rule) -> str:
     "A rule as text: formula, constants, and for each term the range of its coefficients."
     rows = [rule.formula(), f"complexity {rule.complexity:.2f} ({int(rule.gates.sum())} of 25 terms), {rule.n_types} types, threshold {float(rule.threshold):.3g} Hz",
@@ -111,8 +111,6 @@ def show_rule(rule: Rule) -> str:
             f"  {'term':16}{'mean':>8}{'lowest':>9}{'highest':>9}"]
     grid = torch.arange(rule.n_types)
     c = rule.coefficients(grid[:, None], grid[None]).reshape(-1, 25)
-    from icl26.networks.plasticity.rules import TERMS
-
     rows += [f"  {t:16}{float(c[:, k].mean()):8.3f}{float(c[:, k].min()):9.3f}{float(c[:, k].max()):9.3f}" for k, t in enumerate(TERMS) if rule.gates[k]]
     if rule.n_types == N_TYPES and rule.gates[:24].any():
         size = rule.coefficients(grid[:, None], grid[None]).abs().sum(-1)
@@ -156,7 +154,7 @@ def build_parser() -> Parser:
     two.add_argument("--out", metavar="FILE", help="write the result as JSON")
     return parser
 
-
+# %% ../../../nbs/networks/plasticity/09_use.ipynb #e9bc7192
 def main(
     argv: list[str] | None = None,  # arguments after `icl26 use plasticity`
 ) -> int:  # 0; 2 for a mistake in the arguments or the file, or a package that is missing
