@@ -326,7 +326,8 @@ def remarks_on(
         out.append("the fit did not come to rest; the likeliest of its rounds is shown, which need not be the maximum")
     if estimated and abs(fit - 1) > 0.1:
         so = "narrow" if fit > 1 else "wide, as in a log without noise"
-        out.append(f"the fit leaves {fit:.3g} of the noise estimated for it, so the error bars are too {so}; give the noise if it is known")
+        left = f"{fit:.3g}" if fit > 1e-3 else "under a thousandth"
+        out.append(f"the fit leaves {left} of the noise estimated for it, so the error bars are too {so}; give the noise if it is known")
     return tuple(out)
 
 
