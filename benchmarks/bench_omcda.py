@@ -6,7 +6,6 @@ Each pair must give the same answer before the clock starts.
 """
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from icl26.decision.omcda.baselines import counterfactual_penalty
 from icl26.decision.omcda.budget import strengths_for_budgets
 from icl26.decision.omcda.data import TeamDataset, play_role_game, evaluate
 from icl26.decision.omcda.omcda import OMCDA
+from timing import best_of, ratio
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,21 +27,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def best_of(f, rounds):
-    "Shortest processor time: one thread each, and other jobs of the machine do not count."
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours * 1e3:.3f} ms beside {theirs * 1e3:.3f} ms, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the plain way"
 
 
 # -- gradient steps --------------------------------------------------------------------------------------------------

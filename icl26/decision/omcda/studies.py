@@ -8,8 +8,7 @@ __all__ = ['TOTALS', 'QUALITIES', 'STUDIES', 'rank_correlation', 'held_out_best'
 
 # %% ../../../nbs/decision/omcda/05_studies.ipynb #4de55634
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from .baselines import make_algorithm
 from .budget import OneStepTeams, allocations, fit_teams
 from .data import RoleGame, Sampled, TeamDataset, evaluate, log_role_game, log_team, play_role_game
 from ...repro import cached
+from ...repro.workers import run_jobs
 
 # %% ../../../nbs/decision/omcda/05_studies.ipynb #ef98d1f9
 def rank_correlation(
@@ -197,8 +197,4 @@ def run_all(
     workers: int = 1,  # processes
 ) -> list[dict]:
     "All jobs, in order, kept between calls. An error in a run is raised here."
-    workers = min(workers, len(jobs))
-    if workers <= 1:
-        return [kept(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda job: kept(job, pool), jobs))  # a thread for each process: the cache stays with this one
+    return run_jobs(jobs, kept, workers)
