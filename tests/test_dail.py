@@ -6,7 +6,6 @@ import io
 import json
 import math
 import pickle
-import sys
 from pathlib import Path
 
 import numpy as np
