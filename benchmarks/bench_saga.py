@@ -5,29 +5,13 @@
 Each pair must give the same answer before the clock starts.
 """
 
-import time
 
 import numpy as np
 import torch
 
 from icl26.networks.saga import SAGA, make_csbm, normalized_adjacency, propagate, sad
 from icl26.networks.saga.data import LINKS, MultiViewGraph, block_edges
-
-
-def best_of(f, rounds):
-    "Shortest processor time: one thread each, and other jobs of the machine do not count."
-    torch.set_num_threads(1)
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours * 1e3:.3f} ms beside {theirs * 1e3:.3f} ms, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the dense way"
+from timing import best_of, ratio
 
 
 def growth(name, seconds):

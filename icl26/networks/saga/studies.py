@@ -12,7 +12,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from .baselines import CORAL, DANN, GCN, MMD, Farthest, FixedHop, FixedView, Sou
 from .data import MultiViewGraph, load_acm, load_mag, make_csbm, make_digits, shuffled
 from .model import SAGA
 from ...repro import cached
+from ...repro.workers import run_jobs
 
 # %% ../../../nbs/networks/saga/04_studies.ipynb #35f3e79f
 def stamp_of(root: str | Path, names: Sequence[str]) -> str:
@@ -266,8 +267,4 @@ def run_all(
     workers: int = 1,  # processes
 ) -> list[dict]:
     "`train` for every job, in order, kept between calls. An error in a run is raised here."
-    workers = min(workers, len(jobs))
-    if workers <= 1:
-        return [kept(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda job: kept(job, pool), jobs))           # a thread for each process: the cache stays with this one
+    return run_jobs(jobs, kept, workers)

@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['numbers_of', 'edge_matrix', 'nodes_of', 'hetero_step', 'hetero_view', 'homogeneous_views', 'from_pyg', 'Report',
-           'adapt', 'show_report', 'plot_sad', 'Parser', 'build_parser', 'check_targets', 'run_adapt', 'write_example',
-           'main']
+           'adapt', 'show_report', 'plot_sad', 'build_parser', 'check_targets', 'run_adapt', 'write_example', 'main']
 
 # %% ../../../nbs/networks/saga/06_use.ipynb #ea14bb16
 import argparse
 import csv
 import io
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
+from ...cli import CommandParser, command
 from .data import MultiViewGraph, load_domain, make_csbm, save_domain
 from .model import SAGA
 from .studies import switches
@@ -214,16 +213,9 @@ def plot_sad(model: SAGA, views: Sequence[str]):
     return fig
 
 # %% ../../../nbs/networks/saga/06_use.ipynb #8144d37f
-class Parser(argparse.ArgumentParser):
-    "Reports a wrong argument as a ValueError in place of leaving the process."
-
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def build_parser() -> Parser:
+def build_parser() -> CommandParser:
     "The arguments of `icl26 use saga`."
-    parser = Parser(prog="icl26 use saga", description="Node classes of an unlabelled graph from a labelled one.")
+    parser = CommandParser(prog="icl26 use saga", description="Node classes of an unlabelled graph from a labelled one.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="adapt | example")
     one = commands.add_parser("adapt", help="train on SOURCE, predict TARGET", description="Folders hold feat.pt (N, F), label.pt (source), and NAME.pt, a sparse (N, N) tensor, for each view.")
     one.add_argument("source", help="folder of the labelled graph")
@@ -293,13 +285,9 @@ def main(
     argv: list[str] | None = None,  # arguments after `icl26 use saga`
 ) -> int:  # 0; 2 for a mistake in the arguments or the files, or a package that is missing
     "The command `icl26 use saga`."
-    try:
+    def work() -> int:
         a = build_parser().parse_args(argv)
         run_adapt(a) if a.command == "adapt" else write_example(a.folder)
         return 0
-    except SystemExit as e:  # --help
-        return int(e.code or 0)
-    except (ValueError, OSError, ImportError) as e:  # an ImportError says what to install
-        text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"icl26: error: {text}", file=sys.stderr)
-        return 2
+
+    return command(work)  # an ImportError says what to install
