@@ -15,23 +15,9 @@ from icl26.decision.dail import AIL, REWARDS, demonstrate, wasserstein
 from icl26.decision.dail.ail import Discriminator, DiscriminatorLearner, minatar
 from icl26.decision.dail.analysis import gridworlds, tabular_ail
 from icl26.decision.onpolicy import PPO, Batch, Config, Envs, gae, mlp, rollout, sample_actions
+from timing import best_of, ratio
 
 torch.set_num_threads(1)
-
-
-def best_of(f, rounds):
-    "Shortest processor time: one thread each, and other jobs of the machine do not count."
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours * 1e3:.3f} ms beside {theirs * 1e3:.3f} ms, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the plain way"
 
 
 def generator(seed=0):

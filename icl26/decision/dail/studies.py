@@ -10,9 +10,8 @@ __all__ = ['DEMOS', 'DEMO_SEED', 'demonstrate', 'SIZES', 'GAMES', 'LOOP', 'LAB',
 # %% ../../../nbs/decision/dail/05_studies.ipynb #d4823dc6
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from .fitness import AILFitness
 from .rewards import REWARDS, RewardFn, compile_reward
 from .search import ExpressionMutation, LMProposer, RandomExpressions, RewardSearch, SearchResult
 from ...repro import cached
+from ...repro.workers import run_jobs
 
 # %% ../../../nbs/decision/dail/05_studies.ipynb #94d94887
 DEMOS = 5  # scripted-expert episodes
@@ -241,8 +241,4 @@ def run_all(
     workers: int = 1,  # processes
 ) -> list[dict]:
     "All jobs, in order. An error in a run is raised here."
-    workers = min(workers, len(jobs))
-    if workers <= 1:
-        return [kept(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda job: kept(job, pool), jobs))  # a thread for each process: the cache stays with this one
+    return run_jobs(jobs, kept, workers)

@@ -8,13 +8,13 @@ __all__ = ['load_demos', 'parser', 'environment', 'reward_from', 'run_train', 'r
 # %% ../../../nbs/decision/dail/07_use.ipynb #d0e7114e
 import argparse
 import csv
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ...cli import CommandParser, command
 from .ail import AIL, ALGORITHMS, REGULARIZERS, Demos, check_name
 from .fitness import imitation_distance
 from .rewards import REWARDS, RewardFn, compile_reward
@@ -65,8 +65,8 @@ def _from_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return table[:, :-1], table[:, -1]
 
 # %% ../../../nbs/decision/dail/07_use.ipynb #8cde4274
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="icl26 use dail", description="Imitate demonstrations with a chosen reward assignment function.")
+def parser() -> CommandParser:
+    p = CommandParser(prog="icl26 use dail", description="Imitate demonstrations with a chosen reward assignment function.")
     sub = p.add_subparsers(dest="command", required=True)
     train = sub.add_parser("train", help="train on a Gymnasium environment (discrete actions) from a file of demonstrations")
     train.add_argument("env", help="name of a Gymnasium environment, or minatar:GAME")
@@ -138,13 +138,9 @@ def main(
     argv: Sequence[str] | None = None,
 ) -> int:  # exit code: 0, or 2 for a mistake in what was given
     "`icl26 use dail …`"
-    try:
+    def work() -> int:
         args = parser().parse_args(argv)
-    except SystemExit as e:  # argparse has already said why
-        return int(e.code or 0)
-    try:
         {"train": run_train, "check": run_check}[args.command](args)
-    except (ValueError, OSError) as e:
-        print(f"icl26: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return command(work, explain=lambda e: " ".join(str(e).split()))
