@@ -5,7 +5,6 @@
 Each pair must give the same answer before the clock starts.
 """
 
-import time
 
 import numpy as np
 import pytest
@@ -14,23 +13,9 @@ import torch
 from icl26.networks.plasticity import ChangeDetection, NeuralEvolution, Neuron, RuleSpace, V1Circuit, bounded_update, noisy_fronts, trace_step
 from icl26.networks.plasticity.evolution import crowding_distance
 from icl26.networks.plasticity.simulate import Stepper, lay_out, lif_step
+from timing import best_of, ratio
 
 SPACE, NEURON = RuleSpace(), Neuron()
-
-
-def best_of(f, rounds):
-    "Shortest processor time: one thread each, and other jobs of the machine do not count."
-    times = []
-    for _ in range(rounds):
-        t = time.process_time()
-        f()
-        times.append(time.process_time() - t)
-    return min(times)
-
-
-def ratio(name, ours, theirs, least):
-    print(f"\n{name}: {ours * 1e3:.3f} ms beside {theirs * 1e3:.3f} ms, {theirs / ours:.1f} times as fast")
-    assert theirs / ours > least, f"{name}: only {theirs / ours:.2f} times as fast as the other way"
 
 
 @pytest.fixture(autouse=True)
