@@ -24,7 +24,7 @@ from icl26.networks.saga.baselines import Farthest, covariance, mmd
 from icl26.networks.saga.data import block_edges, views_of
 from icl26.networks.saga.model import Projection, cycled_batches, intra_alignment_loss, mean_entropy
 from icl26.networks.saga.sad import moment_table, second_moment
-from icl26.networks.saga.studies import Turned, rank_correlation, switches, train, watched
+from icl26.networks.saga.studies import ABLATIONS, CROSSED, STATIC, Turned, build, rank_correlation, switches, train, watched
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
 
@@ -197,9 +197,14 @@ def test_table_choice_and_weights():
     assert sg.dominant_pair(torch.zeros(2, 2)) == (0, 0) and sg.dominant_pair(torch.tensor([[2.0, 1.0], [1.0, 1.0]])) == (0, 1)
     np.testing.assert_allclose(sg.sad_weights(table, 3.0).numpy(), np.exp(-3 * table) / np.exp(-3 * table).sum())
     assert torch.allclose(sg.sad_weights(torch.full((2, 2), 1e30)), torch.full((2, 2), 0.25))
-    for t in ([[0.0, 1e30]], [[3e38, 1.0]], [[0.0, float("inf")]]):
-        w = sg.sad_weights(torch.tensor(t), 1e3)
-        assert w.isfinite().all() and abs(float(w.sum()) - 1) < 1e-6
+    for t in ([[0.0, 1e30]], [[3e38, 1.0]], [[0.0, np.inf]], [[np.inf, np.inf]]):
+        for lam in (0.0, 1.0, 1e3):
+            w = sg.sad_weights(torch.tensor(t), lam)
+            assert w.isfinite().all() and abs(float(w.sum()) - 1) < 1e-6
+    assert sg.sad_weights(torch.full((1, 4), np.inf)).tolist() == [[0.25] * 4] == sg.sad_weights(torch.tensor([[0.0, np.inf, 1.0, 2.0]]), 0.0).tolist()
+    for lam in (-1, np.inf, np.nan):
+        with pytest.raises(ValueError, match="lam"):
+            sg.sad_weights(table, lam)
     z = randn(5, 3).requires_grad_()
     assert not sg.sad_weights(sg.sad_table([[z]], [[randn(5, 3)]])).requires_grad            # no gradient through the weights
     with pytest.raises(ValueError, match="zt"):
@@ -305,7 +310,9 @@ def test_errors(pair):
         sg.SAGA().fit(source, sg.MultiViewGraph(target.adjs[:1], target.x))
     with pytest.raises(ValueError, match="features"):
         sg.SAGA().fit(source, sg.MultiViewGraph(target.adjs, target.x[:, 1:]))
-    for bad in (dict(selection=(0, 2)), dict(selection="all"), dict(anchor="x"), dict(epochs=0), dict(lr=0), dict(teleport=-1), dict(batch_size=0)):
+    for bad in (dict(selection=(0, 2)), dict(selection="all"), dict(selection=(0.5, 0)), dict(selection=("a", 0)), dict(selection=(True, 0)), dict(anchor="x"), dict(epochs=0),
+                dict(lr=0), dict(lr="a"), dict(alpha="x"), dict(beta=np.nan), dict(delta=np.inf), dict(tau=None), dict(teleport=-1), dict(batch_size=0), dict(batch_size=True),
+                dict(seed=-1), dict(seed=0.5), dict(device="tpu")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             sg.SAGA(**bad).fit(source, target)
     with pytest.raises(RuntimeError, match="not fitted"):
@@ -358,7 +365,22 @@ def test_measures():
     assert switches([[0, 0], [0, 1], [0, 1], [1, 1]]) == dict(count=2, last=3, share=0.25)
     x = np.arange(9.0)
     assert rank_correlation(x, x**3) == 1 and rank_correlation(x, -x) == -1 and rank_correlation(x, 0 * x) == 0
-    assert abs(rank_correlation(x, [0, 2, 1, 3, 5, 4, 6, 8, 7], changes=True)) <= 1
+    rising = [0, 1, 3, 6, 10], [0, 4, 7, 9, 10]                                              # both rise, one ever faster, one ever slower
+    np.testing.assert_allclose([rank_correlation(*rising), rank_correlation(*rising, changes=True)], [1, -1])
+    a, b = np.array([[0, 2, 1, 4, 9], [5, 1, 2, 7, 8]])                                      # differences 2 -1 3 5 and -4 1 5 1: ranks 2 1 3 4 and 1 2.5 4 2.5
+    np.testing.assert_allclose(rank_correlation(a, b, changes=True), np.corrcoef([2, 1, 3, 4], [1, 2.5, 4, 2.5])[0, 1])
+
+
+def test_methods_by_name_are_the_estimators(pair):
+    assert set(CROSSED) == {"pair (1→0, 2)", "pair (0→1, 2)"} and set(CROSSED) <= set(ABLATIONS) and not set(CROSSED) & set(STATIC) and len(STATIC) == 7
+    for source, target in ((1, 0), (0, 1)):
+        m = build(f"pair ({source}→{target}, 2)", SMALL, 90).fit(*pair)
+        assert {h["pair"] for h in m.history_} == {(source, target, 1)}
+        want = sg.SAGA(**SMALL, cross_view=True, selection=(source, target, 1)).fit(*pair)
+        np.testing.assert_array_equal(m.predict_proba(pair[1]), want.predict_proba(pair[1]))
+    whole = build("SAGA", SMALL, 90).fit(*pair)                                              # one batch: watched all the same
+    assert len(whole.seen_) == len(whole.history_)
+    np.testing.assert_allclose(whole.history_[0]["sad"], sg.SAGA(**SMALL).fit(*pair).history_[0]["sad"], rtol=1e-4)
 
 
 def test_a_run_does_not_depend_on_anything_but_its_arguments():
@@ -404,11 +426,13 @@ def smoke(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    "Profile gpu on the CPU at the sizes for tests, on a made-up pair in the official format, by the command: papermill runs every experiment."
+    "Profile gpu on the CPU at the sizes for tests, on made-up pairs in the official format, one of them not larger than a batch, by the command: papermill runs every experiment."
     pytest.importorskip("torch_geometric")
     folder = tmp_path_factory.mktemp("saga")
     for name, domain in (("ACM1", "source"), ("ACM2", "target")):
         sg.save_domain(sg.make_csbm(30, domain=domain, seed=0, n_classes=3, n_features=6), folder / "data" / name)
+    for name, domain in (("CN", "source"), ("US", "target")):
+        sg.save_domain(sg.make_csbm(8, domain=domain, seed=0, n_classes=2, n_features=5), folder / "data" / name, ("pap", "pp"), one_hot=False)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
             patch.setenv(name, value)
@@ -428,8 +452,10 @@ def expected(part):
         k = part["k"]
         assert k == sum(values)
         return k / n, 0.0 if k == 0 else beta.ppf(0.025, k, n - k + 1), 1.0 if k == n else beta.ppf(0.975, k + 1, n - k)
-    if values is None or part["label"].startswith("same graph"):
+    if values is None:
         return None
+    if part["label"].startswith("same graph"):                                               # the largest of all, no interval
+        return (max(abs(v) for v in values),) * 3
     x = np.array(values, float)
     half = student.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)) if np.ptp(x) >= 1e-12 else 0.0
     return x.mean(), x.mean() - half, x.mean() + half
@@ -446,12 +472,17 @@ def test_every_number_and_verdict_follows_from_what_was_recorded(which, request)
         assert c["verdict"] == recompute(c)[0]
         for part in c["values"] or []:
             if (want := expected(part)) is not None:
-                np.testing.assert_allclose([part["measured"], part["ci_low"], part["ci_high"]], want, rtol=1e-6, atol=1e-9, err_msg=part["label"])
+                got = [part["measured"], *(part[k] if part.get(k) is not None else part["measured"] for k in ("ci_low", "ci_high"))]
+                assert part["label"].startswith("same graph") or part["ci_low"] is not None
+                np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9, err_msg=part["label"])
                 checked += 1
         if part_values := {p["label"]: np.array(p["values"], float) for p in c["values"] or [] if p.get("values")}:
             for name in {k.split(":")[0] for k in part_values if k.endswith("cross-anchored − SAGA")}:  # differences are those of the accuracies beside them
                 np.testing.assert_allclose(part_values[f"{name}: cross-anchored − SAGA"],
                                            part_values[f"beside: accuracy of cross-anchored, {name}"] - part_values[f"beside: accuracy of SAGA, {name}"], atol=1e-12)
+        if c["id"] == "own-C7" and c["values"]:
+            alike = [p for p in c["values"] if p["label"].startswith("same graph")]
+            assert len(alike) == 3 and all(len(p["values"]) == p["n"] for p in alike)
     assert checked > 10
 
 
@@ -467,7 +498,10 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
     assert record["parameters"]["profile"] == "gpu" and record["parameters"]["device"] == "cpu"
     assert all(c["verdict"] != "not run" and "tiny" in c["note"] for c in record["claims"]) and {c["scale"] for c in record["claims"]} == {"paper"}
     assert {"accuracy.png", "embeddings.png", "trajectories.png", "gap.png"} <= {p.name for p in (tiny.parent / "figures").iterdir()}
-    assert any(p["label"].startswith("ACM1→ACM2") for c in record["claims"] for p in c["values"])
+    values = {c["id"]: {p["label"]: p for p in c["values"]} for c in record["claims"]}
+    assert {"ACM1→ACM2: dynamic", "CN→US: dynamic", "CN→US: dynamic − hop 2"} <= set(values["C4"])
+    assert {f"US→CN: − {m}" for m in ABLATIONS} <= set(values["C2"]) and "time, CN→US" in values["C5"]
+    assert {"beside: shuffled, cross-anchored − SAGA, ACM1→ACM2", "beside: shuffled, SAGA − source-only MLP, ACM1→ACM2"} <= set(values["own-C7"])
 
 
 def test_gpu_profile_without_a_gpu_or_without_data_says_so_in_seconds(tmp_path):
@@ -483,7 +517,7 @@ def test_the_committed_run_has_the_sizes_of_the_cpu_profile():
     if not COMMITTED.is_file():
         pytest.skip("no committed run")
     c = {c["id"]: {p["label"]: p for p in c["values"]} for c in load_results(COMMITTED)["claims"]}
-    assert all(p["n"] == 5 for label, p in c["C1"].items()) and len([x for x in c["C2"] if not x.startswith("beside")]) == 20
+    assert all(p["n"] == 5 for label, p in c["C1"].items()) and len([x for x in c["C2"] if not x.startswith("beside")]) == 2 * len(ABLATIONS)
     assert {x.split(":")[0] for x in c["C3"] if not x.startswith("beside")} == {"block model", "digits"}
 
 
@@ -563,6 +597,18 @@ def test_loaders_read_the_official_format(tmp_path):
     (tmp_path / "ACM2/feat.pt").write_bytes(b"x" * 50)
     with pytest.raises(ValueError, match="feat.pt: not a tensor"):
         sg.load_acm(tmp_path, "ACM2")
+    torch.save(coo.bfloat16(), tmp_path / "FR/pp.pt")
+    torch.save(torch.tensor([[9], [1], [2], [1], [9]]).bfloat16(), tmp_path / "FR/label.pt")
+    torch.save(torch.ones(n, 2).bfloat16(), tmp_path / "FR/feat.pt")
+    c = sg.load_mag(tmp_path, "FR")
+    assert c.y.tolist() == b.y.tolist() and (c.x == b.x).all() and c.adjs[1].toarray()[0, 1] == 4
+    for file, wrong in (("label", torch.zeros(n, 0)), ("label", torch.zeros(n, dtype=torch.complex64)), ("label", torch.zeros(n, 2, 2)), ("feat", torch.ones(n, 2, dtype=torch.complex64)),
+                        ("pp", torch.eye(n, dtype=torch.complex64)), ("pp", coo.to(torch.complex64))):
+        held = (tmp_path / f"FR/{file}.pt").read_bytes()
+        torch.save(wrong, tmp_path / f"FR/{file}.pt")
+        with pytest.raises(ValueError, match=f"{file}.pt: "):
+            sg.load_mag(tmp_path, "FR")
+        (tmp_path / f"FR/{file}.pt").write_bytes(held)
     for call in (lambda: sg.load_acm(tmp_path, "CN"), lambda: sg.load_mag(tmp_path, "ACM1")):
         with pytest.raises(ValueError, match="name"):
             call()
@@ -586,9 +632,19 @@ def test_the_command(tmp_path):
     assert [int(line.split(",")[1]) for line in lines[1:]] == json.loads(out)["predictions"]                            # the same in another process
     (tmp_path / "e/target/label.pt").unlink()                                                # a target needs no labels
     assert json.loads(run(*args, "--json")[1])["target_accuracy"] is None
+    inputs = {f: f.read_bytes() for f in (tmp_path / "e").rglob("*.pt")}
+    (tmp_path / "link.pt").hardlink_to(tmp_path / "e/target/psp.pt")
+    for out in (*inputs, tmp_path / "link.pt", tmp_path / "e/source/../target/pap.pt"):
+        code, _, err = run(*args, "--out", out)
+        assert code == 2 and "is an input file" in err and err.count("\n") == 1
+    assert inputs == {f: f.read_bytes() for f in (tmp_path / "e").rglob("*.pt")}
+    if not torch.cuda.is_available():
+        code, out, err = run(*args[:-1], "cuda")
+        assert code == 2 and err.startswith("icl26: error: device: 'cuda' needs a GPU") and err.count("\n") == 1 and not out
     (tmp_path / "e/target/pap.pt").write_bytes(bytes(range(200)))
     for argv, text in (
         (args, "pap.pt"), (["adapt", tmp_path / "no", tmp_path], "no such folder"), ([*args, "--out", tmp_path], "is a folder"), ([*args, "--plot", "x.doc"], "--plot"),
+        ([*args, "--views", "pap,,psp"], "--views"), ([*args, "--views", ""], "--views"),
         (["example", tmp_path], "exists"), ([], "required"),
     ):
         code, out, err = run(*argv)

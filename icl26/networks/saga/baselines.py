@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .data import MultiViewGraph, normalized_adjacency
-from .model import SAGA, Base, Network, check_graphs, check_settings, cycled_batches, perceptron
+from .model import SAGA, Base, Network, check_graphs, check_settings, cycled_batches, device_of, perceptron
 
 # %% ../../../nbs/networks/saga/03_baselines.ipynb #c88b9879
 class SourceOnly(SAGA):
@@ -59,7 +59,7 @@ class GCN(Base):
         check_graphs(source, target)
         self.classes_, y = np.unique(source.y, return_inverse=True)
         self.shape_, self.history_ = (source.n_views, source.n_features), []
-        self.device_ = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        self.device_ = device_of(self.device)
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if "cuda" in str(self.device_) else []):
             torch.manual_seed(self.seed)
             self.net_ = gcn_layers((source.n_features, self.hidden, len(self.classes_))).to(self.device_)

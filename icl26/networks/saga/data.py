@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LINKS', 'MEANS_SEED', 'OFFICIAL', 'PAIRS', 'check_adjacency', 'check_labels', 'MultiViewGraph',
            'normalized_adjacency', 'propagate', 'unit_rows', 'views_of', 'block_edges', 'check_domain', 'make_csbm',
-           'make_digits', 'shuffled', 'read_tensor', 'sparse_of', 'load_domain', 'load_acm', 'load_mag', 'save_domain']
+           'make_digits', 'shuffled', 'read_tensor', 'sparse_of', 'labels_of', 'load_domain', 'load_acm', 'load_mag',
+           'save_domain']
 
 # %% ../../../nbs/networks/saga/00_multiview.ipynb #534b4cc1
 from collections.abc import Sequence
@@ -254,10 +255,21 @@ def sparse_of(tensor, path: Path) -> sp.csr_array:
     "A COO, CSR or dense tensor (N, N) as SciPy CSR. ValueError for another shape."
     import torch
 
-    if tensor.ndim != 2:
-        raise ValueError(f"{path}: a matrix (N, N) is needed, got the shape {tuple(tensor.shape)}")
+    if tensor.ndim != 2 or tensor.is_complex():
+        raise ValueError(f"{path}: a matrix (N, N) of real numbers is needed, got {tensor.dtype} of the shape {tuple(tensor.shape)}")
+    tensor = tensor.double()
     t = (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
-    return sp.csr_array((t.values().double().numpy(), t.indices().numpy()), shape=tuple(t.shape))
+    return sp.csr_array((t.values().numpy(), t.indices().numpy()), shape=tuple(t.shape))
+
+
+def labels_of(tensor, path: Path) -> np.ndarray:  # (N,)
+    "Class numbers (N,) or (N, 1), or one-hot rows (N, C), as numbers. ValueError for another shape or complex numbers."
+    if tensor.is_complex() or tensor.ndim not in (1, 2) or tensor.ndim == 2 and not tensor.shape[1]:
+        raise ValueError(f"{path}: class numbers (N,) or one-hot rows (N, C) are needed, got {tensor.dtype} of the shape {tuple(tensor.shape)}")
+    t = tensor.to_dense()
+    if t.ndim == 2:
+        t = t.double().argmax(1) if t.shape[1] > 1 else t[:, 0]
+    return (t.double() if t.is_floating_point() else t).numpy()               # NumPy has no bfloat16
 
 # %% ../../../nbs/networks/saga/00_multiview.ipynb #7dfcf955
 def load_domain(
@@ -271,11 +283,10 @@ def load_domain(
     if not folder.is_dir():
         raise FileNotFoundError(2, "no such folder", str(folder))
     x = read_tensor(folder / "feat.pt")
-    if x.ndim != 2:
-        raise ValueError(f"{folder / 'feat.pt'}: features (N, F) are needed, got the shape {tuple(x.shape)}")
+    if x.ndim != 2 or x.is_complex():
+        raise ValueError(f"{folder / 'feat.pt'}: real features (N, F) are needed, got {x.dtype} of the shape {tuple(x.shape)}")
     y = read_tensor(folder / "label.pt") if labels or (folder / "label.pt").is_file() else None
-    if y is not None:
-        y = (y.argmax(1) if y.ndim == 2 else y).numpy()                       # ACM has one-hot rows, MAG numbers
+    y = None if y is None else labels_of(y, folder / "label.pt")              # ACM has one-hot rows, MAG numbers
     adjs = [sparse_of(read_tensor(folder / f"{v}.pt"), folder / f"{v}.pt") for v in views]
     try:
         return MultiViewGraph(adjs, x.to_dense().float().numpy(), y)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['perceptron', 'Projection', 'Network', 'intra_alignment_loss', 'cross_alignment_loss', 'mean_entropy',
-           'cycled_batches', 'check_settings', 'check_selection', 'check_graphs', 'Base', 'Choice', 'Epoch', 'SAGA']
+           'cycled_batches', 'check_settings', 'device_of', 'check_selection', 'check_graphs', 'Base', 'Choice',
+           'Epoch', 'SAGA']
 
 # %% ../../../nbs/networks/saga/02_model.ipynb #f7e27603
 import math
@@ -109,8 +110,14 @@ def check_settings(m) -> None:
         value = getattr(m, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"{name}: a whole number of at least 1 is needed, got {value!r}")
-    if m.batch_size is not None and (not isinstance(m.batch_size, (int, np.integer)) or m.batch_size < 1):
+    if isinstance(m.seed, bool) or not isinstance(m.seed, (int, np.integer)) or m.seed < 0:
+        raise ValueError(f"seed: a whole number of at least 0 is needed, got {m.seed!r}")
+    if m.batch_size is not None and (isinstance(m.batch_size, bool) or not isinstance(m.batch_size, (int, np.integer)) or m.batch_size < 1):
         raise ValueError(f"batch_size: a whole number of at least 1, or None for all nodes, is needed, got {m.batch_size!r}")
+    for name in ("teleport", "alpha", "beta", "delta", "lam", "tau", "lr", "weight_decay", "dropout"):
+        value = getattr(m, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)) or not math.isfinite(value):
+            raise ValueError(f"{name}: a finite number is needed, got {value!r}")
     for name, low, high in (("teleport", 0, 1), ("alpha", 0, 1), ("beta", 0, math.inf), ("delta", 0, math.inf), ("lam", 0, math.inf), ("weight_decay", 0, math.inf)):
         if not low <= getattr(m, name) <= high:
             raise ValueError(f"{name}: must lie in [{low}, {high}], got {getattr(m, name)!r}")
@@ -123,14 +130,24 @@ def check_settings(m) -> None:
         raise ValueError(f"anchor: 'domain' or 'cross' is needed, got {m.anchor!r}")
 
 
+def device_of(device: str) -> str:
+    "The device to compute on, `auto` resolved. ValueError: another name, or a GPU that is not there."
+    if str(device).split(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: 'cpu', 'cuda' or 'auto' is needed, got {device!r}")
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device: {str(device)!r} needs a GPU that PyTorch can use, and there is none; use 'cpu', or 'auto' to take one if there is")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
+
+
 def check_selection(selection, n_views: int, hops: int, cross_view: bool):
     "The selection as text or a tuple of whole numbers. ValueError if it is no known text or no pair that exists."
     if isinstance(selection, str):
         if selection in ("dynamic", "average"):
             return selection
     elif isinstance(selection, (tuple, list)) and len(selection) in ((2, 3) if cross_view else (2,)):
-        pair = tuple(int(i) for i in selection)
-        if all(0 <= v < n_views for v in pair[:-1]) and 0 <= pair[-1] < hops:
+        whole = all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in selection)
+        pair = tuple(int(i) for i in selection) if whole else ()
+        if whole and all(0 <= v < n_views for v in pair[:-1]) and 0 <= pair[-1] < hops:
             return pair if not cross_view or len(pair) == 3 else (pair[0], *pair)
     shape = "(v_S, v_T, k) or (v, k)" if cross_view else "(v, k)"
     raise ValueError(f"selection: 'dynamic', 'average' or {shape} with views below {n_views} and hops below {hops} is needed, got {selection!r}")
@@ -187,6 +204,8 @@ class Base(BaseEstimator):
 # %% ../../../nbs/networks/saga/02_model.ipynb #ed9032c2
 class Choice:
     "The choice of an epoch."
+
+    own_pass = False  # True: the table always comes from a pass of its own, even where one batch holds all nodes
 
     @torch.no_grad()
     def moments(self, x: Tensor) -> Tensor:  # (V, K, N, F) -> (V, K, d, d)
@@ -245,7 +264,7 @@ class Epoch:
         "Choose, then one step a batch. Returns pair, table and mean losses."
         n_s, n_t, net = x_s.shape[2], x_t.shape[2], self.net_
         choice = self.fixed(x_s) if isinstance(self.selection_, tuple) else None
-        if choice is None and (self.dropout > 0 or (self.batch_size or n_s + n_t) < max(n_s, n_t)):
+        if choice is None and (self.own_pass or self.dropout > 0 or (self.batch_size or n_s + n_t) < max(n_s, n_t)):
             choice = self.select(self.moments(x_s), self.moments(x_t))
         net.train()
         sums, steps = {}, 0
@@ -308,7 +327,7 @@ class SAGA(Epoch, Choice, Base):
         check_settings(self)
         check_graphs(source, target)
         self.selection_ = check_selection(self.selection, source.n_views, self.hops, self.cross_view)
-        self.device_ = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        self.device_ = device_of(self.device)
         self.classes_, y = np.unique(source.y, return_inverse=True)
         self.shape_, self.history_ = (source.n_views, source.n_features), []
         x_s, x_t = (torch.as_tensor(views_of(g, self.hops, self.teleport)).to(self.device_) for g in (source, target))

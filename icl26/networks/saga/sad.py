@@ -98,12 +98,13 @@ def sad_weights(
 ) -> Tensor:  # (V, K), sums to 1
     "Weights that fall with the distance; no gradient. ValueError: negative λ, an empty table or NaN."
     table = (table if isinstance(table, Tensor) else torch.as_tensor(table)).detach()
-    if not lam >= 0:
-        raise ValueError(f"lam: must be 0 or more, got {lam!r}")
+    if not 0 <= lam < float("inf"):
+        raise ValueError(f"lam: must be finite and 0 or more, got {lam!r}")
     if not table.numel() or table.isnan().any():
         raise ValueError(f"table: numbers without NaN are needed, got the shape {tuple(table.shape)}")
     table = table if table.is_floating_point() else table.double()
-    return torch.softmax(-lam * (table - table.min()).flatten(), 0).view(table.shape)
+    gap = torch.where(table == table.min(), 0, table - table.min())           # infinity minus infinity is no number
+    return torch.softmax(-lam * gap.nan_to_num(posinf=torch.finfo(gap.dtype).max).flatten(), 0).view(table.shape)
 
 # %% ../../../nbs/networks/saga/01_sad.ipynb #990e81e7
 def mean_gap(

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from ...cli import CommandParser, command
 from .data import MultiViewGraph, load_domain, make_csbm, save_domain
-from .model import SAGA
+from .model import SAGA, device_of
 from .studies import switches
 from ...repro.results import write_text
 
@@ -235,14 +235,17 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def check_targets(a: argparse.Namespace) -> None:
-    "ValueError for an output that has no folder, is one, or has an unknown ending, before anything is computed."
+def check_targets(a: argparse.Namespace, views: Sequence[str]) -> None:
+    "ValueError for an output that has no folder, is one, would overwrite an input, or has an unknown ending, before anything is computed."
+    read = [Path(folder) / f"{name}.pt" for folder in (a.source, a.target) for name in ("feat", "label", *views)]
     for option in ("plot", "out"):
         target = getattr(a, option)
         if target is not None and not Path(target).absolute().parent.is_dir():
             raise ValueError(f"--{option}: the folder of {target} does not exist")
         if target is not None and Path(target).is_dir():
             raise ValueError(f"--{option}: {target} is a folder")
+        if target is not None and any(Path(target).resolve() == f.resolve() or Path(target).exists() and f.exists() and Path(target).samefile(f) for f in read):
+            raise ValueError(f"--{option}: {target} is an input file, which would be overwritten; give another name")
     if a.plot and Path(a.plot).suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot: a name that ends in .png, .pdf or .svg is needed, got {a.plot}")
     if a.plot and a.out and Path(a.plot).resolve() == Path(a.out).resolve():
@@ -251,8 +254,11 @@ def check_targets(a: argparse.Namespace) -> None:
 # %% ../../../nbs/networks/saga/06_use.ipynb #f64f4a77
 def run_adapt(a: argparse.Namespace) -> None:
     "Load, adapt, write what was asked for, print."
-    check_targets(a)
     views = [v.strip() for v in a.views.split(",")]
+    if not all(views):
+        raise ValueError(f"--views: names with one comma between two of them are needed, such as pap,psp; got {a.views!r}")
+    check_targets(a, views)
+    device_of(a.device)                                                       # a GPU that is not there, before files are read
     source, target = load_domain(a.source, views), load_domain(a.target, views, labels=False)
     model, report = adapt(source, target, views, anchor=a.anchor, hops=a.hops, epochs=a.epochs, batch_size=a.batch_size, seed=a.seed, device=a.device)
     if a.out:
