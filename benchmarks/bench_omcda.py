@@ -138,9 +138,12 @@ def test_more_agents_cost_little():
 
 def test_every_algorithm_in_steps_a_second():
     log = log_role_game(RoleGame(0), 100)
-    rates = {name: 100 / best_of(lambda: algs.fit(100), 2) for name in ("omcda", "omiga", "cfcql", "macql") for algs in [make_algorithm(name, log, bc_steps=5).fit(5)]}
-    print("\ngradient steps a second: " + ", ".join(f"{k} {v:.0f}" for k, v in rates.items()))
-    assert min(rates.values()) > 0
+    rates = {name: 100 / best_of(lambda: algs.fit(100), 2) for name in ("omiga", "cfcql", "macql") for algs in [make_algorithm(name, log, bc_steps=5).fit(5)]}
+    alg = make_algorithm("omcda", log, hidden=64, batch_size=128, bc_steps=5).fit(5)
+    seconds = best_of(lambda: alg.fit(1000), 2)
+    assert alg.n_agents == 3 and alg.n_steps_ == 2005
+    print(f"\n1000 updates of omcda, three agents: {seconds:.2f} CPU s; gradient steps a second: " + ", ".join(f"{k} {v:.0f}" for k, v in rates.items()))
+    assert seconds < 8
 
 
 # -- operators -------------------------------------------------------------------------------------------------------

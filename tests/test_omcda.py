@@ -14,16 +14,17 @@ import pytest
 import torch
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import logsumexp
-from scipy.stats import entropy
+from scipy.stats import entropy, sem, t as student
 
 import icl26.decision.omcda as om
 from icl26 import cli
-from icl26.decision.omcda import use
+from icl26.decision.omcda import studies, use
 from icl26.decision.omcda.baselines import cem_best, counterfactual_penalty, joint_penalty, omiga_value_loss
 from icl26.decision.omcda.budget import matched_equal_alpha, omcda_one_step, output_gradients, strengths_for_budgets, tilt_to_budgets
+from icl26.decision.omcda.claims import spent_the_same
 from icl26.decision.omcda.data import TeamPolicy, gaussian_kl, play_role_game, squash_log_prob
 from icl26.decision.omcda.omcda import OMCDA, gaussian_kl_gradient, influence_error
-from icl26.decision.omcda.studies import held_out_best, rank_correlation, team_study
+from icl26.decision.omcda.studies import OneReplaced, held_out_best, matched_run, next_total, rank_correlation, robot_contributions, team_study
 from icl26.decision.omcda.values import Mixer, additive_gap, deviation_factors, normaliser_loss, soft_optimum, value_parts
 from icl26.decision.tabular import random_mdp
 from icl26.repro import load_results, recompute
@@ -472,6 +473,18 @@ def test_every_algorithm_trains_acts_and_repeats_itself(continuous, logs):
         om.make_algorithm(name, other, seed=0, **SMALL).fit(3).act(other.obs)                   # other sizes, one agent
 
 
+def test_conservative_samples_are_as_many_as_the_setting_says(logs, monkeypatch):
+    for name, key in (("macql", "joint_samples"), ("cfcql", "action_samples")):
+        alg, seen = om.make_algorithm(name, logs[True], seed=0, **SMALL, **{key: 7}), []
+        original = type(alg).sampled_penalty
+        monkeypatch.setattr(type(alg), "sampled_penalty", lambda self, x, q, q_data, w, f=original: (seen.append(q.shape[-1]), f(self, x, q, q_data, w))[1])
+        alg.fit(1)
+        assert seen == [8]                                                  # and the policy's own
+        for bad in (0, -1, 2.5, True):
+            with pytest.raises(ValueError, match=f"{key}: a whole number of at least 1"):
+                om.make_algorithm(name, logs[True], **{key: bad})
+
+
 def test_unknown_names_settings_and_shapes_are_refused(logs):
     log = logs[False]
     for name, config, text in (("qmix", {}, "name: one of bc"), ("omcda", dict(alpha=1.0), "no setting 'alpha'"), ("omcda", dict(d_total=-1.0), "d_total"), ("bc", dict(lr="x"), "lr"),
@@ -527,6 +540,47 @@ def test_ranks_and_held_out_choice():
         held_out_best(returns, 5)
 
 
+@pytest.mark.parametrize("law", [lambda d: 0.4 + 0.9 * d**1.5, lambda d: 1.3 * d, lambda d: 0.9 + 0.0 * d])
+def test_the_total_is_corrected_until_what_is_spent_matches(law, monkeypatch):
+    told = []
+
+    def fake(d_total, game):
+        told.append(d_total)
+        return dict(kl=np.array([0.25, 0.75]) * law(d_total), game=game)
+
+    monkeypatch.setitem(studies.STUDIES, "role", fake)
+    out = matched_run("role", target=0.8, runs=4, game=3)
+    np.testing.assert_allclose(out["tried_total"], told)
+    np.testing.assert_allclose(out["tried_spent"], [law(d) for d in told])
+    best = np.abs(out["tried_spent"] / 0.8 - 1).min()
+    assert told[0] == 0.8 and out["game"] == 3 and abs(out["kl"].sum() / 0.8 - 1) == pytest.approx(best, abs=1e-12)
+    assert best <= 0.02 or law(0.1) == law(9.0) and len(told) == 4                               # a total that moves nothing: the tries end
+    assert all(0.25 - 1e-9 <= b / a <= 4 + 1e-9 for a, b in zip(told, told[1:]))
+
+
+def test_a_secant_in_logarithms_by_hand():
+    assert next_total([(1.0, 0.5)], 0.6) == pytest.approx(1.2)                                  # in proportion
+    assert next_total([(1.0, 1.0), (2.0, 8.0)], 1.0) == pytest.approx(1.0)                      # a power of 3: exact
+    assert next_total([(1.0, 1.0), (2.0, 8.0)], 64.0) == pytest.approx(4.0)
+    assert next_total([(1.0, 1.0)], 1e-3) == pytest.approx(0.25) and next_total([(1.0, 1.0), (2.0, 0.5)], 0.25) == pytest.approx(1.0)
+    assert spent_the_same([1.049, 0.96], [1, 1]) and not spent_the_same([1.0, 1.051], [1, 1]) and not spent_the_same([0.949], [1])
+
+
+def test_contributions_of_a_robots_agents_by_a_game_that_is_known():
+    "Standing still, in a log of walkers: the agent with the largest weight costs most by not walking."
+    game = om.RoleGame(1, continuous=True)
+
+    class Still:
+        def act(self, obs, deterministic=True):
+            return np.zeros((*obs.shape[:-1], 1), np.float32)
+
+    walk = lambda obs: np.clip((obs[:, 1:2] - obs[:, :1]) / 0.2, -1, 1)
+    found = robot_contributions(Still(), game.parallel_env(), [walk, walk], 3, 40, seed=0)
+    assert (found < 0).all() and (np.argsort(found) == np.argsort(-game.weights)).all()
+    one = OneReplaced(Still(), walk, 2, np.random.default_rng(0)).act(game.observe(game.start([0]), 0)[0])
+    assert (one[:2] == 0).all() and one[2] != 0 and np.abs(one).max() <= 1
+
+
 # -- the reproduction ------------------------------------------------------------------------------------------------
 
 
@@ -580,6 +634,8 @@ def expected(part, seed):
         return x[0], None, None
     if np.ptp(x) < 1e-12:
         return x[0], x[0], x[0]
+    if len(x) < 6:                                                          # Student's t, by SciPy
+        return x.mean(), *student.interval(0.95, len(x) - 1, x.mean(), sem(x))
     i = mean_interval(x, seed=seed)
     return i.estimate, i.low, i.high
 
@@ -605,6 +661,13 @@ def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, t
                 low = [p["ci_low"] if p["ci_low"] is not None else p["measured"] for p in rivals]
                 shown = labels[f"{env}: OMCDA − closest rival"]
                 assert (shown["ci_low"] if shown["ci_low"] is not None else shown["measured"]) == min(low)
+        matching = "spent by equal α over spent by influence, less 1"
+        if c["id"] == "own-C5":                                         # read only where the totals match
+            ratios = {k.removeprefix("beside: ").removesuffix(f", {matching}"): p["values"] for k, p in labels.items() if k.endswith(matching)}
+            assert "role game" in ratios
+            for where, off in ratios.items():
+                close = max(abs(v) for v in off) <= 0.05
+                assert [f"{where}: influence − equal α" in labels, f"beside: {where}, influence − equal α" in labels] == [close, not close]
     assert checked > 20
 
 
@@ -622,7 +685,8 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
     assert record["parameters"] == dict(profile="gpu", seed=0, device="cpu", model=None)
     assert all(c["verdict"] != "not run" and "tiny" in c["note"] for c in record["claims"])
     labels = {p["label"] for c in record["claims"] for p in c["values"]}
-    assert {"HalfCheetah 2x3: influence − uniform", "HalfCheetah 2x3: OMCDA − closest rival", "role game: best − largest"} <= labels
+    assert {"HalfCheetah 2x3: influence − uniform", "HalfCheetah 2x3: OMCDA − closest rival", "role game: best − largest", "HalfCheetah 2x3: influence and contribution"} <= labels
+    assert {"HalfCheetah 2x3: influence − equal α", "beside: HalfCheetah 2x3, influence − equal α"} & labels
     assert {"ablation.png", "shares.png", "spent.png"} <= {p.name for p in (tiny.parent / "figures").iterdir()}
 
 
@@ -718,6 +782,8 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
     om.log_role_game(om.RoleGame(0), 2).save(tmp_path / "log.npz")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     np.savez(tmp_path / "shape.npz", **{k: v for k, v in (arrays() | dict(rewards=np.zeros(9))).items()})
+    for key in ("discrete", "n_actions"):
+        np.savez(tmp_path / f"two_{key}.npz", **arrays() | {key: np.array([1, 1])})
     np.save(tmp_path / "flat.npy", np.zeros(4))
     alg, report = om.train_team(om.TeamDataset.load(tmp_path / "log.npz"), "cfcql", 2, **SMALL)
     om.save_policy(alg, report, tmp_path / "policy")
@@ -726,6 +792,7 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
     (tmp_path / "cut" / "policy.safetensors").write_bytes((tmp_path / "policy" / "policy.safetensors").read_bytes()[:99])
     log = tmp_path / "log.npz"
     cases = [(["train", tmp_path / "none.npz"], "no such file"), (["train", tmp_path / "other.npz"], "other.npz: lacks"), (["train", tmp_path / "shape.npz"], "shape.npz: rewards"),
+             (["train", tmp_path / "two_discrete.npz"], "two_discrete.npz: discrete: one value"), (["train", tmp_path / "two_n_actions.npz"], "two_n_actions.npz: n_actions: one value"),
              (["train", log, "--algorithm", "omar"], "continuous"), (["train", log, "--steps", "x"], "--steps"), (["train", log, "--gamma", 2], "gamma"), (["train", log, "--hidden", 0], "hidden"),
              (["train", log, "--out", tmp_path / "no" / "p"], "does not exist"), (["train", log, "--out", tmp_path / "p"], "--out"), (["train", log, "--algorithm", "bc", "--d-total", 1], "--d-total"),
              (["act", tmp_path / "p", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "policy.json"), (["act", tmp_path / "cut", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "policy.safetensors"),

@@ -79,7 +79,7 @@ def joint_penalty(
 class MACQL(TeamLearner):
     "Conservative Q-learning on joint samples. With continuous actions a deterministic actor climbs the team's value."
 
-    name, defaults = "macql", dict(cql_weight=1.0, joint_samples=100, action_samples=10)
+    name, defaults, drawn = "macql", dict(cql_weight=1.0, joint_samples=100), "joint_samples"
 
     def build(self) -> dict:
         n, D, h, g = self.n_agents, self.obs_dim, self.config["hidden"], self.init_rng
@@ -134,7 +134,7 @@ def continuous_step(self: MACQL, x: dict, w: torch.Tensor, offset: torch.Tensor)
         best = self.target_critic(x["next_obs"], self.greedy(self.target_actor, x["next_obs"]))[0]
         y = x["rewards"] + self.config["gamma"] * x["live"] * ((w2 * best).sum(-1) + offset2)
     td = ((w * q_data).sum(-1) + offset - y).square().mean()
-    K = self.config["action_samples"]
+    K = self.config[self.drawn]
     a = self.uniform(x, K)
     own = self.greedy(self.actor, x["obs"])
     pushed = torch.cat([a, own.detach()[None]]).flatten(0, 1)  # uniform actions, and the policy's
@@ -162,7 +162,7 @@ for method in (continuous_step, climb, sampled_penalty):
 class CFCQL(MACQL):
     "Counterfactual conservative Q-learning: MACQL with another penalty."
 
-    name, defaults = "cfcql", MACQL.defaults | dict(cql_weight=50.0)
+    name, defaults, drawn = "cfcql", dict(cql_weight=50.0, action_samples=10), "action_samples"
 
     def penalty(self, x: dict, q: torch.Tensor, q_data: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         kl = self.behaviour.kl(torch.log_softmax(q.detach(), -1), x["b_out"])

@@ -30,7 +30,8 @@ def check_config(name: str, config: Mapping, defaults: Mapping) -> dict:
     if unknown := sorted(set(config) - set(defaults)):
         raise ValueError(f"config: {name} has no setting {unknown[0]!r}; it has {', '.join(defaults)}")
     c = {**defaults, **config}
-    for key in ("batch_size", "hidden", "bc_steps"):
+    counts = ("n_samples", "joint_samples", "action_samples", "cem_samples", "cem_rounds", "cem_elites")
+    for key in ("batch_size", "hidden", "bc_steps", *(k for k in counts if k in c)):
         if isinstance(c[key], bool) or not isinstance(c[key], (int, np.integer)) or c[key] < (key != "bc_steps"):
             raise ValueError(f"{key}: a whole number of at least {int(key != 'bc_steps')} is needed, got {c[key]!r}")
     for key, low, high in (("gamma", 0, 1), ("tau", 0, 1), ("lr", 0, 10), ("bc_lr", 0, 10), ("grad_clip", 0, 1e9), *((k, 0, 1e6) for k in ("d_total", "alpha_init", "alpha_lr") if k in c)):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOTALS', 'QUALITIES', 'STUDIES', 'rank_correlation', 'held_out_best', 'team_study', 'arrays_of', 'contributions',
-           'role_run', 'mujoco_behaviour', 'mujoco_log', 'kept_log', 'mujoco_run', 'run_job', 'kept', 'run_all']
+           'role_run', 'mujoco_behaviour', 'mujoco_log', 'kept_log', 'OneReplaced', 'robot_contributions', 'mujoco_run',
+           'next_total', 'matched_run', 'run_job', 'kept', 'run_all']
 
 # %% ../../../nbs/decision/omcda/05_studies.ipynb #4de55634
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from . import baselines, budget, data, values
 from . import omcda as learner
 from .baselines import make_algorithm
 from .budget import OneStepTeams, allocations, fit_teams
-from .data import RoleGame, Sampled, TeamDataset, evaluate, log_role_game, log_team, play_role_game
+from .data import LOG_NOISE, RoleGame, Sampled, TeamDataset, evaluate, log_role_game, log_team, play_role_game
 from ...repro import cached
 from ...repro.workers import run_jobs
 
@@ -132,21 +133,46 @@ QUALITIES = {"expert": (1.0,), "medium": (0.25,), "medium-expert": (0.25, 1.0), 
 
 
 def mujoco_log(scenario: str, conf: str, rounds: int = 70, transitions: int = 30_000, quality: str = "expert", seed: int = 0, max_steps: int = 200) -> dict:
-    "A log as arrays, and the learning curve of the behaviour. ValueError for an unknown quality."
+    "A log as arrays, the policies that it was logged from, and the learning curve of the last. ValueError for an unknown quality."
     if quality not in QUALITIES:
         raise ValueError(f"quality: one of {', '.join(QUALITIES)} is needed, got {quality!r}")
-    parts, env = [], envs.mamujoco(scenario, conf, max_steps=max_steps)
+    parts, behind, env = [], [], envs.mamujoco(scenario, conf, max_steps=max_steps)
     for k, share in enumerate(QUALITIES[quality]):
         b = mujoco_behaviour(scenario, conf, max(int(share * rounds), 1), seed, max_steps)
         policy = envs.LinearPolicy(b["weights"], b["mean"], b["std"])
         parts.append(log_team(env, policy, -(-transitions // len(QUALITIES[quality])), max_steps=max_steps, seed=seed + k))
+        behind.append([b[key] for key in ("weights", "mean", "std")])
     joined = {k: np.concatenate([getattr(p, k) for p in parts]) for k in data.FIELDS}
+    joined |= {f"behaviour_{key}": np.stack(x) for key, x in zip(("weights", "mean", "std"), zip(*behind))}  # (policies, ...)
     return joined | dict(curve=b["curve"], curve_steps=b["steps"])
 
 
 def kept_log(spec: Mapping) -> dict:
     "`mujoco_log` from the cache, built if missing."
     return cached({"mujoco_log": spec}, lambda: mujoco_log(**spec), kind="npz", code=[envs, data, mujoco_log, mujoco_behaviour])
+
+# %% ../../../nbs/decision/omcda/05_studies.ipynb #7d1c05ed
+class OneReplaced:
+    "A team that draws its actions, with those of agent i from the logged behaviour: a linear policy and its noise."
+
+    def __init__(self, alg, policy, i: int, rng: np.random.Generator):
+        self.alg, self.policy, self.i, self.rng = alg, policy, i, rng
+
+    def act(self, obs: np.ndarray) -> np.ndarray:
+        a = self.alg.act(obs, deterministic=False)
+        own = np.asarray(self.policy(obs))[self.i]
+        a[self.i] = np.clip(own + LOG_NOISE * self.rng.standard_normal(own.shape), -1, 1)
+        return a
+
+
+def robot_contributions(alg, env, policies: Sequence, n_agents: int, episodes: int, seed: int) -> np.ndarray:
+    "(n,): as `contributions`, on a robot; where several policies made the log, the mean over them, each with its part of the episodes."
+    n = -(-episodes // len(policies))
+    full, lost = evaluate(Sampled(alg), env, n, seed).mean(), np.zeros((n_agents, len(policies)))
+    for i in range(n_agents):
+        for k, policy in enumerate(policies):
+            lost[i, k] = evaluate(OneReplaced(alg, policy, i, np.random.default_rng([seed, 6, i, k])), env, n, seed).mean()
+    return full - lost.mean(1)
 
 
 def mujoco_run(
@@ -156,6 +182,7 @@ def mujoco_run(
     steps: int = 1500,
     episodes: int = 10,  # half as many with drawn actions
     device: str = "cpu",
+    contribution: bool = False,  # True: measure each agent's contribution too
     **config,
 ) -> dict:
     "One learner on one robot's log."
@@ -166,10 +193,44 @@ def mujoco_run(
     env = envs.mamujoco(log["scenario"], log["conf"], max_steps=log.get("max_steps", 200))
     out = {name: evaluate(view, env, n, seed=seed + 500) for name, view, n in (("mode", alg, episodes), ("drawn", Sampled(alg), -(-episodes // 2)))}
     out["kl"] = alg.divergence(record.obs[:: max(len(record) // 5000, 1)])
+    if contribution:
+        policies = [envs.LinearPolicy(*p) for p in zip(*(found[f"behaviour_{key}"] for key in ("weights", "mean", "std")))]
+        out["contribution"] = robot_contributions(alg, env, policies, record.n_agents, episodes, seed + 700)
     return out | arrays_of(alg)
 
+# %% ../../../nbs/decision/omcda/05_studies.ipynb #7d1c05ea
+def next_total(
+    tried: Sequence[tuple[float, float]],  # (d_total, what was spent) of the runs so far
+    target: float,  # what should be spent
+) -> float:
+    "The next total to try: in proportion, or by the secant of the last two in logarithms, within a factor of 4 of the last."
+    d, s = np.log(np.maximum(tried, 1e-6)).T
+    gap, slope = np.log(target) - s[-1], 1.0
+    if len(d) > 1 and d[-1] != d[-2] and (s[-1] - s[-2]) / (d[-1] - d[-2]) > 0:
+        slope = (s[-1] - s[-2]) / (d[-1] - d[-2])
+    return float(np.exp(d[-1] + np.clip(gap / slope, -np.log(4), np.log(4))))
+
+
+def matched_run(
+    of: str,  # "role" or "mujoco"
+    target: float,  # total divergence that should be spent, nats
+    runs: int = 3,  # at most
+    tolerance: float = 0.02,  # relative; a run this close ends the search
+    **job,  # arguments of that study, without d_total
+) -> dict:  # that of the run which spent closest, with the totals tried and what they spent
+    "A run that spends what another one spent."
+    tried, found, total = [], [], float(target)
+    while len(tried) < runs:
+        found.append(STUDIES[of](**job, d_total=total))
+        tried.append((total, float(found[-1]["kl"].sum())))
+        if abs(tried[-1][1] / target - 1) <= tolerance:
+            break
+        total = next_total(tried, target)
+    best = min(range(len(tried)), key=lambda k: abs(tried[k][1] / target - 1))
+    return found[best] | dict(tried_total=np.array(tried)[:, 0], tried_spent=np.array(tried)[:, 1])
+
 # %% ../../../nbs/decision/omcda/05_studies.ipynb #fa02b07d
-STUDIES = {"team": team_study, "role": role_run, "mujoco": mujoco_run, "log": kept_log}
+STUDIES = {"team": team_study, "role": role_run, "mujoco": mujoco_run, "matched": matched_run, "log": kept_log}
 
 
 def run_job(job: Mapping) -> dict:
@@ -187,7 +248,8 @@ def kept(
 ) -> dict:  # arrays
     "`run_job`, from the cache if it was there."
     code = [data, budget] if job["study"] == "team" else [data, budget, values, learner, baselines]
-    code += [envs, mujoco_run, mujoco_log] if job["study"] in ("mujoco", "log") else []
+    code += [matched_run, next_total] if job["study"] == "matched" else []
+    code += [envs, mujoco_run, mujoco_log, robot_contributions, OneReplaced] if "mujoco" in (job["study"], job.get("of")) or job["study"] == "log" else []
     build = lambda: pool.submit(run_job, job).result() if pool else run_job(job)
     return cached({"omcda": dict(job)}, build, kind="npz", code=[*code, team_study, role_run, arrays_of, contributions])
 
