@@ -430,7 +430,7 @@ def tiny(tmp_path_factory):
     pytest.importorskip("torch_geometric")
     folder = tmp_path_factory.mktemp("saga")
     for name, domain in (("ACM1", "source"), ("ACM2", "target")):
-        sg.save_domain(sg.make_csbm(30, domain=domain, seed=0, n_classes=3, n_features=6), folder / "data" / name)
+        sg.save_domain(sg.make_csbm(20, domain=domain, seed=0, n_classes=3, n_features=6), folder / "data" / name)
     for name, domain in (("CN", "source"), ("US", "target")):
         sg.save_domain(sg.make_csbm(8, domain=domain, seed=0, n_classes=2, n_features=5), folder / "data" / name, ("pap", "pp"), one_hot=False)
     with pytest.MonkeyPatch.context() as patch:
