@@ -76,13 +76,14 @@ def drop_inert(
     *,
     n_neurons: int = 100,
     make_circuit: Callable | None = None,
+    device: str = "cpu",
     atol: float = 1e-6,  # on weights, relative to w_max
 ) -> np.ndarray:  # (P, n_params)
     "The rules without gates whose removal, one after the other, changes neither a test answer nor a final weight on any seed."
     thetas, _ = spaces(thetas)
     out, make = thetas.copy(), make_circuit or V1Circuit
     setting = [(make(n_neurons, [*np.atleast_1d(s).tolist(), 5]), [*np.atleast_1d(s).tolist(), 6]) for s in seeds]
-    runs = lambda batch: [simulate(batch, c, task, seed=s, keep_weights=True) for c, s in setting]
+    runs = lambda batch: [simulate(batch, c, task, seed=s, keep_weights=True, device=device) for c, s in setting]
     for i, theta in enumerate(thetas):
         trials = [theta]
         for g in np.flatnonzero(theta[:25] > 0.5):
@@ -180,10 +181,11 @@ def time_course(
     *,
     seed=0,
     neuron: Neuron | None = None,
+    device: str = "cpu",
 ) -> dict:  # "change" and "same": (steps,) Hz
     "Mean rate of the L5 excitatory neurons through a test trial, after changed and repeated images."
     plan = task.schedule(seed)
     test = np.flatnonzero(~plan.train & plan.scored)
-    run = simulate(theta, circuit, task, seed=seed, neuron=neuron, record=tuple(test.tolist()))
+    run = simulate(theta, circuit, task, seed=seed, neuron=neuron, record=tuple(test.tolist()), device=device)
     l5 = run.raster[:, circuit.members("L5 E").numpy()].mean(1).reshape(len(test), -1) * 1000 / task.dt
     return {"change": l5[plan.change[test]].mean(0), "same": l5[~plan.change[test]].mean(0)}

@@ -57,7 +57,7 @@ def probabilistic_dominates(
 def dominance(means: np.ndarray, variances: np.ndarray, threshold: float) -> np.ndarray:  # (n, n) bool
     "Whether row i dominates row j, objective by objective."
     never_worse, surely = np.ones((len(means),) * 2, bool), np.zeros((len(means),) * 2, bool)
-    z = norm.ppf(threshold)
+    z = min(norm.ppf(threshold), 8.3)                                                        # from 8.3 on a probability rounds to 1
     for mu, v in zip(means.T, variances.T):
         gap, sd = mu[None] - mu[:, None], np.sqrt(v[:, None] + v[None])
         never_worse &= gap >= 0
@@ -182,6 +182,8 @@ class NeuralEvolution:
                 raise ValueError(f"{name}: a probability is needed, got {value!r}")
         if not phi >= 0:
             raise ValueError(f"phi: a number of at least 0 is needed, got {phi!r}")
+        if objectives is not None and (not len(objectives) or any(isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 0 for k in objectives)):
+            raise ValueError(f"objectives: None, or at least one number of an objective, from 0 on, is needed, got {objectives!r}")
         check_moments(0.0, 0.0, threshold)
         self.space, self.evaluate, self.pop_size, self.seed = space, evaluate, int(pop_size), int(seed)
         self.threshold, self.phi, self.flip, self.p_gate, self.objectives = threshold, phi, flip, p_gate, objectives
@@ -191,6 +193,8 @@ class NeuralEvolution:
         values = np.asarray(self.evaluate(pool.x.copy(), 1_000_003 * self.seed + self._calls), dtype=np.float64)
         if values.ndim != 2 or len(values) != len(pool.x) or not np.isfinite(values).all():
             raise ValueError(f"evaluate: finite objectives in the shape ({len(pool.x)}, m) are needed, got the shape {values.shape}")
+        if self.objectives is not None and max(self.objectives) >= values.shape[1]:
+            raise ValueError(f"objectives: numbers below {values.shape[1]}, as many as evaluate gives, are needed, got {self.objectives!r}")
         self._calls += 1
         self._n_evals += len(values)
         pool.add(values)

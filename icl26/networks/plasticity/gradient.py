@@ -90,6 +90,7 @@ class Training:
     rates: np.ndarray  # (K,) mean rate of all neurons in the test, Hz
     u: np.ndarray  # (E,) final magnitudes, as shares of w_max
     threshold: float
+    unseen: float = float("nan")  # last accuracy on other images
 
     def reach(self, level: float) -> float:
         "Trials until the accuracy is at least `level` in two tests running (ours: one could be luck); infinite if that never happens."
@@ -111,23 +112,32 @@ def biological_penalty(
     return (rate.mean() / mean_rate - 1).pow(2) + too_fast + spikes.mean(1).pow(2).mean()
 
 # %% ../../../nbs/networks/plasticity/06_gradient.ipynb #57ce500c
-def frozen_test(net: SpikingCircuit, circuit: V1Circuit, task: ChangeDetection, seed) -> tuple[float, float, float]:
+def frozen_test(
+    w,  # (E,) magnitudes
+    threshold: float,  # Hz
+    circuit: V1Circuit,
+    task: ChangeDetection,
+    *,
+    seed,  # of trials and noise
+    images,  # seed of the images
+    **settings,  # neuron and device of `evaluate_rules`
+) -> tuple[float, float, float]:
     "Accuracy, ROC area and mean rate of frozen weights on the test trials of a seed."
     frozen = copy.copy(circuit)
-    frozen.w0 = (net.u.detach() * circuit.w_max.to(net.u.device)).cpu()
+    frozen.w0 = torch.as_tensor(w).detach().cpu().to(circuit.w0.dtype)
     theta = np.zeros(RuleSpace(1).n_params)  # all gates off
-    theta[-1] = float(net.threshold.detach())
-    e = evaluate_rules(theta, frozen, task, seed=seed, device=str(net.u.device), neuron=net.neuron)
+    theta[-1] = float(threshold)
+    e = evaluate_rules(theta, frozen, task, seed=seed, images=images, **settings)
     return float(e.accuracy[0]), float(e.auc[0]), float(e.rates.mean())
 
 
 class Streams:
-    "B endless streams of trials of one task and circuit."
+    "B endless streams of trials of one task and circuit, with the images of the seed."
 
     def __init__(self, task: ChangeDetection, circuit: V1Circuit, streams: int, seed, neuron: Neuron, device="cpu"):
         self.task, self.neuron, self.device, key = task, neuron, device, np.atleast_1d(seed).tolist()
         self.rng, self.noise = np.random.default_rng([*key, 7]), torch.Generator().manual_seed(int(np.random.default_rng([*key, 8]).integers(2**62)))
-        self.drive, self.B = task.drive(circuit, [*key, 9]), streams
+        self.drive, self.B = task.drive(circuit, key), streams
         domains = len(task.domains)
         self.base = np.arange(streams) % domains * task.n_images
         self.image = self.rng.integers(task.n_images, size=streams)
@@ -154,7 +164,7 @@ def train_gradient(
     streams: int = 10,  # B: trials of one update
     penalty: float = 0.1,  # weight of the biological terms (ours)
     threshold: float = 10.0,  # first value of φ, Hz
-    seed=0,
+    seed=0,  # of images, trials and noise
     device: str = "cpu",
 ) -> Training:
     "BPTT with a surrogate gradient. ValueError for an unknown optimizer, or numbers of trials that do not fit."
@@ -169,11 +179,12 @@ def train_gradient(
     opt = torch.optim.Adam(groups) if optimizer == "adam" else torch.optim.SGD(groups)
     stream, n = Streams(task, circuit, streams, seed, net.neuron, device), task.stimulus_steps
     key, rows = np.atleast_1d(seed).tolist(), []
+    test = lambda trials, images: frozen_test(net.u.detach().cpu() * circuit.w_max, net.threshold.detach(), circuit, task, seed=trials, images=images, neuron=net.neuron, device=device)
     with torch.no_grad():
         net(stream.next()[0])                                                                # an image to compare the first one with
     for done in range(0, trials + 1, streams):
         if done % every == 0:
-            rows.append((done, *frozen_test(net, circuit, task, [*key, 10, done])))
+            rows.append((done, *test([*key, 10, done], key)))
         if done == trials:
             break
         currents, change = stream.next()
@@ -185,4 +196,4 @@ def train_gradient(
         opt.step()
         net.clip()
     at, accuracy, auc, rates = np.array(rows).T
-    return Training(at, accuracy, auc, rates, net.u.detach().cpu().numpy(), float(net.threshold.detach()))
+    return Training(at, accuracy, auc, rates, net.u.detach().cpu().numpy(), float(net.threshold.detach()), test([*key, 11], [*key, 11])[0])

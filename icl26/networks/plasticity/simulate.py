@@ -180,11 +180,11 @@ def update_weights(u: Tensor, d: Tensor) -> Tensor:
     return torch.addcmul(u + d.clamp(min=0), u, d.abs(), value=-1).clamp_(0, 1)
 
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #b27f11f2
-def simulate_batch(thetas, circuit, task, seed, device, eta, neuron, keep_weights, record) -> Run:
+def simulate_batch(thetas, circuit, task, seed, images, device, eta, neuron, keep_weights, record) -> Run:
     "All trials of one batch of rules."
     with torch.inference_mode():
         batch = lay_out(thetas, circuit, task.dt, eta, device)
-        plan, drive = task.schedule(seed), task.drive(circuit, seed).to(device)
+        plan, drive = task.schedule(seed), task.drive(circuit, images).to(device)
         sim = Stepper(circuit, batch, len(thetas), neuron, task, device)
         noise = torch.Generator().manual_seed(int(np.random.default_rng([*np.atleast_1d(seed).tolist(), 3]).integers(2**62)))
         baseline, P, N = RewardBaseline(), len(thetas), circuit.n_neurons
@@ -272,6 +272,7 @@ def simulate(
     task: ChangeDetection,
     *,
     seed=0,  # of images, trials and noise
+    images=None,  # a seed for the images alone; None: `seed`
     device: str = "cpu",
     eta: float = 0.01,  # learning rate, in units of w_max (ours)
     neuron: Neuron | None = None,
@@ -286,7 +287,7 @@ def simulate(
     if not len(thetas):
         raise ValueError("thetas: at least one rule is needed, got none")
     size = batch or int(np.clip((2**17 if str(device) == "cpu" else 2**27) // max(len(circuit.pre), 1), 4, 4096))
-    runs = [simulate_batch(thetas[i : i + size], circuit, task, seed, device, eta, neuron or Neuron(), keep_weights, record) for i in range(0, len(thetas), size)]
+    runs = [simulate_batch(thetas[i : i + size], circuit, task, seed, seed if images is None else images, device, eta, neuron or Neuron(), keep_weights, record) for i in range(0, len(thetas), size)]
     if len(runs) == 1:
         return runs[0]
     cat = lambda name: None if getattr(runs[0], name) is None else np.concatenate([getattr(r, name) for r in runs], -1)
@@ -351,7 +352,7 @@ def evaluate_rules(
     seed=0,  # of images, trials and noise
     device: str = "cpu",
     reference: Reference | None = None,  # rates of the animal
-    **settings,  # eta, neuron, keep_weights, batch of `simulate`
+    **settings,  # images, eta, neuron, keep_weights, batch of `simulate`
 ) -> Evaluation:
     "Train each rule, then test it with plasticity off. The result of a rule does not depend on the others. ValueError as `simulate`."
     thetas, space = spaces(thetas)

@@ -124,7 +124,7 @@ def run_gradient(optimizer: str, seed, n_neurons: int, trials: int, task: Mappin
     key = np.atleast_1d(seed).tolist()
     made = train_gradient(maker(path)(n_neurons, [*key, 5]), ChangeDetection(**task), optimizer=optimizer, trials=trials, seed=[*key, 6], threshold=threshold,
                           device=device, streams=streams, every=every)
-    return dict(trials=made.trials, accuracy=made.accuracy, auc=made.auc, rates=made.rates)
+    return dict(trials=made.trials, accuracy=made.accuracy, auc=made.auc, rates=made.rates, unseen=np.array(made.unseen))
 
 
 JOBS = {"arm": run_arm, "retest": run_retest, "gradient": run_gradient}

@@ -95,7 +95,7 @@ class Schedule:
 
 
 class ChangeDetection:
-    """The 1-back task. ValueError for an unknown domain, times that are no whole steps, or too few trials or images."""
+    """The 1-back task. ValueError for an unknown domain, times that are no whole steps, a negative gain, or too few trials or images."""
 
     def __init__(
         self,
@@ -118,6 +118,8 @@ class ChangeDetection:
                 raise ValueError(f"{name}: a whole number of at least {least} is needed, got {value!r}")
         if not 0 <= p_change <= 1:
             raise ValueError(f"p_change: a probability is needed, got {p_change!r}")
+        if not 0 <= gain < float("inf"):
+            raise ValueError(f"gain: a finite number of at least 0 is needed, got {gain!r}")
         for name, value in (("stimulus", stimulus), ("delay", delay)):
             if not (dt > 0 and value >= 0 and abs(value / dt - round(value / dt)) < 1e-9) or (name == "stimulus" and value < dt):
                 raise ValueError(f"{name}: a whole number of steps of {dt!r} ms is needed, got {value!r}")

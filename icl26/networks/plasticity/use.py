@@ -113,8 +113,8 @@ def show_rule(rule: Rule) -> str:
     rows += [f"  {t:16}{float(c[:, k].mean()):8.3f}{float(c[:, k].min()):9.3f}{float(c[:, k].max()):9.3f}" for k, t in enumerate(TERMS) if rule.gates[k]]
     if rule.n_types == N_TYPES and rule.gates[:24].any():
         size = rule.coefficients(grid[:, None], grid[None]).abs().sum(-1)
-        top = size.flatten().topk(3).indices.tolist()
-        rows += ["", "largest sum of |coefficients|: " + ", ".join(f"{TYPE_NAMES[i // 17]} → {TYPE_NAMES[i % 17]}" for i in top)]
+        top = size.flatten().topk(3).indices.tolist() if size.max() - size.min() > 1e-9 else []
+        rows += [] if not top else ["", "largest sum of |coefficients|: " + ", ".join(f"{TYPE_NAMES[i // 17]} → {TYPE_NAMES[i % 17]}" for i in top)]
     return "\n".join(rows)
 
 
