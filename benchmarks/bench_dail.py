@@ -123,14 +123,17 @@ def test_advantages_beside_a_loop_over_environments():
 
 
 def test_imitation_end_to_end():
-    "The floor is for one free core; under load processor time grows, so the assertion leaves room."
+    "The floor is for one free core: processor time, the best of three."
     env, demos = demonstrate("breakout", 2)
     AIL(env, demos, seed=0).fit(2048)                                                        # imports, first calls
-    t = time.process_time()
-    AIL(env, demos, seed=0).fit(20_480)
-    rate = 20_480 / (time.process_time() - t)
+    spent = []
+    for _ in range(3):
+        t = time.process_time()
+        AIL(env, demos, seed=0).fit(20_480)
+        spent.append(time.process_time() - t)
+    rate = 20_480 / min(spent)
     print(f"\nadversarial imitation on Breakout, end to end: {rate:,.0f} environment steps a second of processor time")
-    assert rate > 4_000
+    assert rate > 8_000
 
 
 def test_a_discriminator_step_beside_single_pairs():

@@ -20,7 +20,7 @@ gym = pytest.importorskip("gymnasium")
 import icl26.decision.dail as dail
 from icl26 import cli
 from icl26.decision.dail import studies, use
-from icl26.decision.dail.ail import REGULARIZERS, DiscriminatorLearner, Hyper, as_reward, assigned, cartpole, cartpole_expert, gradient_penalty
+from icl26.decision.dail.ail import REGULARIZERS, DiscriminatorLearner, Hyper, as_reward, assigned, cartpole, cartpole_expert, gradient_penalty, logit_size
 from icl26.decision.dail.analysis import action_values, exact_logits, flipped, log_softmax, occupancies, tabular_learned
 from icl26.decision.dail.claims import difference_part, early_end_parts, mean_part, number_part
 from icl26.decision.dail.search import SEEDS, as_expression, build_prompt, draw_parents, extract_code
@@ -195,9 +195,11 @@ def test_discriminator_shapes_and_errors():
     for bad in (dict(obs_dim=4), dict(obs_dim=4, n_actions=2, act_dim=2), dict(obs_dim=0, n_actions=2), dict(obs_dim=4, n_actions=0)):
         with pytest.raises(ValueError):
             dail.Discriminator(**bad)
-    for obs, actions in ((torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)), (torch.zeros(5, 4), torch.zeros(5)), (torch.zeros(5, 4), torch.full((5,), 3)), (torch.zeros(5, 4), torch.full((5,), -1))):
+    for obs, actions in ((torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)), (torch.zeros(5, 4), torch.zeros(5)), (torch.zeros(5, 4), torch.zeros(5, dtype=torch.bool)), (torch.zeros(5, 4), torch.full((5,), 3)), (torch.zeros(5, 4), torch.full((5,), -1))):
         with pytest.raises(ValueError):
             d(obs, actions)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        torch.testing.assert_close(d(torch.ones(3, 4), torch.arange(3, dtype=dtype)), d(torch.ones(3, 4), torch.arange(3)))
 
 
 def test_loss_is_cross_entropy_and_stable():
@@ -232,6 +234,9 @@ def test_every_regulariser_does_what_it_says():
             learner.step(x, y)
         size[kind] = float((d.net(x) - d.net(y)).detach().abs().mean())
     assert size["grad_penalty"] < size["none"] and size["spectral_norm"] < size["none"] and size["entropy"] < size["none"] and size["weight_decay"] < size["none"]
+    free = logit_size("none", lr=Hyper().disc_lr)                                            # the loop's own rate and length
+    for kind in set(REGULARIZERS) - {"none"}:
+        assert logit_size(kind, lr=Hyper().disc_lr) <= 0.8 * free, kind
     with pytest.raises(ValueError, match="grad_penalty"):
         DiscriminatorLearner(dail.Discriminator(2, 1), "l2")
     square = lambda z: z.square().sum(-1, keepdim=True) / 2                                   # gradient z
@@ -317,6 +322,13 @@ def test_own_reward_needs_no_demonstrations():
 def test_all_regularisers_run(demos):
     for kind in REGULARIZERS:
         assert np.isfinite(dail.AIL(corridor, demos, regularizer=kind, **FAST).fit(128).history_[0]["disc_loss"])
+
+
+@pytest.mark.parametrize("name, value", [("n_envs", 0), ("n_steps", 0), ("epochs", 0), ("disc_updates", 0), ("disc_batch", 2.5), ("minibatch", 0), ("logit_clip", -1), ("gamma", 2), ("lam", -0.1), ("lr", 0), ("lr", math.nan),
+                                         ("entropy", -1), ("disc_weight", -1), ("hidden", (0,)), ("n_envs", True)])
+def test_settings_are_checked(demos, name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        dail.AIL(corridor, demos, **{name: value})
 
 
 def test_bad_arguments(demos):
@@ -436,6 +448,12 @@ def test_prompt_and_extraction():
         dail.LMProposer(3)
 
 
+@pytest.mark.parametrize("text", ["```python3\ndef reward(x): return x\n```", "so:\r\n```python\r\ndef reward(x): return x\r\n```\r\nend", "Use ```def reward(x): return x``` here.\nIt is\ngood", "```python def reward(x): return x```",
+                                  "```py title=a.py\ndef reward(x): return x", "```def reward(x): return x\n```", "``` \ndef reward(x): return x\n``` and ```y```", "def reward(x): return x"])
+def test_code_blocks_in_every_dress(text):
+    assert extract_code(text) == "def reward(x): return x"
+
+
 def test_mutation_and_random_expressions():
     parents = [(dail.REWARDS["gail"].source, 0.1), ("def reward(x):\n    a = tanh(x)\n    return a * 2", 0.2)]
     for make in (dail.ExpressionMutation, dail.RandomExpressions):
@@ -452,6 +470,14 @@ def test_mutation_and_random_expressions():
     import ast
 
     assert ast.unparse(as_expression(parents[1][0])) == "tanh(x) * 2"
+    doubling = "def reward(x):\n" + "    x = .5 * (x + x)\n" * 60 + "    return x"               # compiles; 2 ** 60 nodes in one line
+    assert dail.compile_reward(doubling)(X).shape == (401,)
+    with pytest.raises(ValueError, match="nodes"):
+        as_expression(doubling)
+    deep = "def reward(x):\n" + " x=-x\n" * 250 + " return x"
+    for source in (doubling, deep, " + ".join(["x"] * 400)):
+        for pair in ([(source, 0.1), parents[0]], [parents[0], (source, 0.1)]):
+            assert 0 < len(dail.ExpressionMutation(0)(pair, [])) < 300
     assert not is_new("softplus( x )") and is_new("softplus(x) * 2") and not is_new("1 / x")
 
 
@@ -674,6 +700,7 @@ def test_command(tmp_path):
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     for argv, text in ((["train", "CartPole-v1", tmp_path / "bad.npz"], "bad.npz"), (["train", "CartPole-v1", tmp_path / "bad.csv"], "`action`"), (["train", "Nowhere-v3", tmp_path / "d.npz"], "Nowhere-v3"),
                        (["train", "minatar:pong", tmp_path / "d.npz"], "pong"), (["train", "CartPole-v1", tmp_path / "no.npz"], "no.npz"), (["train", "CartPole-v1", tmp_path / "d.npz", "--steps", "3"], "total_steps"),
-                       (["train", "CartPole-v1", tmp_path / "d.npz", "--reward", "x.y"], "--reward"), (["train", "CartPole-v1", tmp_path / "d.npz", "--regularizer", "x"], "--regularizer"), (["check", "1 / x"], "not finite")):
+                       (["train", "CartPole-v1", tmp_path / "d.npz", "--reward", "x.y"], "--reward"), (["train", "CartPole-v1", tmp_path / "d.npz", "--regularizer", "x"], "--regularizer"),
+                       (["train", "CartPole-v1", tmp_path / "d.npz", "--seed", "-1"], "--seed"), (["check", "1 / x"], "not finite")):
         code, out, err = run(*argv)
         assert code == 2 and out == "" and text in err and err.count("\n") == 1, (argv, err)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REGULARIZERS', 'ALGORITHMS', 'BINS', 'Demos', 'play', 'minatar', 'cartpole', 'cartpole_expert', 'demonstrate',
            'Discriminator', 'discriminator_loss', 'gradient_penalty', 'bernoulli_entropy', 'DiscriminatorLearner',
-           'check_name', 'Hyper', 'as_reward', 'settings', 'AIL', 'assigned', 'act_with']
+           'logit_size', 'check_name', 'Hyper', 'as_reward', 'settings', 'AIL', 'assigned', 'act_with']
 
 # %% ../../../nbs/decision/dail/01_ail.ipynb #c74a5621
 import math
@@ -160,14 +160,15 @@ class Discriminator(nn.Module):
             if actions.shape[1:] != (self.act_dim,):
                 raise ValueError(f"actions must be (N, {self.act_dim}) numbers, got the shape {tuple(actions.shape)}")
             return torch.cat([obs, actions.to(obs.dtype)], -1)
-        if actions.ndim != 1 or actions.is_floating_point():
+        if actions.ndim != 1 or actions.is_floating_point() or actions.is_complex() or actions.dtype == torch.bool:
             raise ValueError(f"actions must be (N,) whole numbers, got {tuple(actions.shape)} of {actions.dtype}")
+        actions = actions.long()
         if len(actions) and not 0 <= int(actions.min()) <= int(actions.max()) < self.n_actions:
             raise ValueError(f"actions must lie in 0 to {self.n_actions - 1}, got {int(actions.min())} to {int(actions.max())}")
         return torch.cat([obs, F.one_hot(actions, self.n_actions).to(obs.dtype)], -1)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        "(N,) logits of obs (N, obs_dim) with actions (N,) int64, or (N, act_dim)."
+        "(N,) logits of obs (N, obs_dim) with actions (N,) of an integer type, or (N, act_dim)."
         return self.net(self.inputs(obs, actions)).squeeze(-1)
 
 
@@ -182,7 +183,7 @@ def discriminator_loss(
     return F.softplus(-expert_logits).mean() + F.softplus(policy_logits).mean()
 
 # %% ../../../nbs/decision/dail/01_ail.ipynb #1e90e643
-REGULARIZERS = {"none": 0.0, "weight_decay": 0.1, "entropy": 0.01, "spectral_norm": 1.0, "grad_penalty": 1.0}  # name -> weight
+REGULARIZERS = {"none": 0.0, "weight_decay": 5.0, "entropy": 0.5, "spectral_norm": 1.0, "grad_penalty": 1.0}  # name -> weight
 
 
 def gradient_penalty(net: Callable, expert: Tensor, policy: Tensor, u: Tensor) -> Tensor:
@@ -229,6 +230,29 @@ class DiscriminatorLearner:
         return float(loss.detach())
 
 
+def logit_size(
+    regularizer: str,
+    weight: float | None = None,  # None: that of `REGULARIZERS`
+    *,
+    lr: float = 3e-4,
+    steps: int = 400,  # 4 an iteration of 2048 environment steps: a run of 200,000
+    hidden: Sequence[int] = (64, 64),
+    batch: int = 256,  # pairs of each side
+    dim: int = 20,  # numbers in an observation
+    shift: float = 0.35,  # of each number's mean: + for the expert, - for the policy
+    seed: int = 0,
+) -> float:
+    "Mean |logit| after training on 2000 + 2000 fixed pairs of two overlapping Gaussians: how much a regulariser holds back."
+    g = torch.Generator().manual_seed(seed)
+    disc = Discriminator(dim, 2, hidden, spectral=regularizer == "spectral_norm", generator=g)
+    learner = DiscriminatorLearner(disc, regularizer, lr, weight, g)
+    sides = [disc.inputs(torch.randn(2000, dim, generator=g) + m, torch.randint(2, (2000,), generator=g)) for m in (shift, -shift)]
+    for _ in range(steps):
+        learner.step(*(x[torch.randint(len(x), (batch,), generator=g)] for x in sides))
+    with torch.no_grad():
+        return float(disc.net(torch.cat(sides)).abs().mean())
+
+
 def check_name(what: str, name: object, known) -> None:
     "ValueError that lists what there is."
     if name not in known:
@@ -258,6 +282,23 @@ class Hyper:
     epochs: int = 4
     minibatch: int = 512
     device: str = "cpu"
+
+    def __post_init__(self):
+        "ValueError that names the field."
+        number = lambda x: isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
+        whole = lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x >= 1
+        rules = (
+            (("n_envs", "n_steps", "disc_updates", "disc_batch", "epochs", "minibatch"), whole, "a whole number of at least 1"),
+            (("hidden", "disc_hidden"), lambda x: isinstance(x, (tuple, list)) and all(map(whole, x)), "a tuple of whole numbers of at least 1"),
+            (("disc_lr", "lr", "logit_clip", "grad_clip", "clip"), lambda x: number(x) and x > 0, "a number above 0"),
+            (("gamma", "lam"), lambda x: number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+            (("entropy", "value"), lambda x: number(x) and x >= 0, "a number of at least 0"),
+            (("disc_weight",), lambda x: x is None or (number(x) and x >= 0), "None or a number of at least 0"),
+        )
+        for names, good, want in rules:
+            for name in names:
+                if not good(x := getattr(self, name)):
+                    raise ValueError(f"{name} must be {want}, got {x!r}")
 
 
 ALGORITHMS = {"ppo": (PPO, {}), "a2c": (A2C, dict(n_steps=32, disc_updates=1))}

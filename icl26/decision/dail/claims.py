@@ -86,7 +86,7 @@ def paper_claims(mechanism: bool) -> list[Claim]:
 def own_claims(mechanism: bool) -> list[Claim]:
     "own-C7 to own-C9."
     return [
-        Claim("own-C7", statement="At equal evaluations the language model finds a better function than mutation of expression trees", source="ours",
+        Claim("own-C7", statement="At equal numbers of proposals the language model finds a better function than mutation of expression trees (one search of the model: the interval is over worlds, not over searches)", source="ours",
               scale="mechanism" if mechanism else "small-model", unit="distance on fresh worlds or seeds, mutation − language model", **by_difference("mutation − language model")),
         Claim("own-C8", statement="Control: one function under two names, and in two texts, gives the same results", source="ours", scale="small-model",
               unit="largest absolute difference", reproduced=[holds("at_most", 0.0, parts="same text: *"), holds("at_most", 1e-6, parts="other text: *")], partly=[]),

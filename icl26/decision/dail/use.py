@@ -114,6 +114,8 @@ def run_train(args: argparse.Namespace) -> None:
     "Train, play, report."
     check_name("--algo", args.algo, ALGORITHMS)
     check_name("--regularizer", args.regularizer, REGULARIZERS)
+    if args.seed < 0:
+        raise ValueError(f"--seed: a whole number of at least 0 is needed, got {args.seed}")
     if args.out is not None and (Path(args.out).suffix != ".pt" or not Path(args.out).parent.is_dir()):
         raise ValueError(f"--out: a file ending in .pt in a folder that exists is needed, got {args.out}")
     reward, make_env, demos = reward_from(args.reward), environment(args.env), load_demos(args.demos)
