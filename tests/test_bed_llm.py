@@ -510,6 +510,13 @@ def test_mistakes_are_one_line(argv, text, table_file, tmp_path, monkeypatch):
     assert code == 2 and err.startswith("icl26: error: ") and err.count("\n") == 1 and text in err
 
 
+def test_a_saved_table_game_keeps_no_likelihoods(table_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["--table", str(table_file), "--save", "game.json", "--target", "cat"])[0] == 0
+    code, _, err = run(["--resume", "game.json", "--cache", "c.json"])
+    assert code == 2 and "--cache: no effect with a table" in err and not (tmp_path / "c.json").exists()
+
+
 # -- experiments and what a run recorded ------------------------------------------------------------------------------
 
 def test_tasks_hold_what_they_say():

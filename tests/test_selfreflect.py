@@ -645,3 +645,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(answers, args, text, monkeypatch,
     monkeypatch.chdir(answers)
     code, err = main(list(args)), capsys.readouterr().err
     assert code == 2 and text in err and err.startswith("icl26: error:") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("args, named", [
+    (("q?", None, ["a"], ["b"]), r"summaries\['summary'\]"),
+    ((None, "s", ["a"], ["b"]), "question"),
+    (("q?", float("nan"), ["a"], ["b"]), r"summaries\['summary'\]"),
+    (("q?", "s", None, ["b"]), "conditioning_answers"),
+    (("q?", "s", ["a"], None), "test_answers"),
+])
+def test_what_is_no_text_is_named(args, named):
+    with pytest.raises(TypeError, match=named):
+        sr.SelfReflect(tiny_lm(d_model=16, n_layers=1, n_heads=2)).score(*args)

@@ -72,7 +72,10 @@ def in_blocks(
 
 def _halves(ask: Callable, block: list, keep: Callable) -> list:
     try:
-        return list(keep(block, lambda: list(ask(block))))
+        found = list(keep(block, lambda: list(ask(block))))
+        if len(found) != len(block):
+            raise TypeError(f"ask: want one answer a question, got {len(found)} for {len(block)}")
+        return found
     except Exception as e:
         if not may_be_the_question(e):
             raise

@@ -218,7 +218,9 @@ def start(
             dict(kind="lm", **options, topic=a.topic, answers=[y.strip() for y in a.answers.split(",")], answer_temperature=1.0, temperature=a.temperature), load)
         kind = WeightedAgent if a.weights == "posterior" else BEDAgent
         agent = kind(world, n_hypotheses=a.hypotheses, n_questions=a.questions, threshold=a.threshold, seed=a.seed)
-    if a.cache and isinstance(agent.world, LMWorld) and Path(a.cache).exists():
+    if a.cache and not isinstance(agent.world, LMWorld):
+        raise ValueError("--cache: no effect with a table, which needs no model")
+    if a.cache and Path(a.cache).exists():
         _check_cache(kept := read_json(a.cache, "bed_llm likelihoods"), agent.world, options, a.cache)
         fill_cache(agent.world, kept["likelihoods"])
     return agent, options

@@ -272,6 +272,8 @@ def text_list(
     "The texts as a list. TypeError for a single text, which would be split into letters, and for what is no text."
     if isinstance(texts, (str, bytes)):
         raise TypeError(f"{name}: want a list of texts, got one text ({texts!r:.60})")
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"{name}: want a list of texts, got {texts!r:.60}")
     texts = list(texts)
     for i, t in enumerate(texts):
         if not isinstance(t, str):
@@ -370,6 +372,9 @@ class SelfReflect:
         test_answers: Sequence[str],
     ) -> tuple[list[Row], list[tuple[str, str]], dict[str, list[str]]]:  # rows, gaps, prompts by name ("": the answers)
         "What the judge would be asked, without asking it. ValueError, TypeError as in `score`."
+        for name, text in {"question": question, **{f"summaries[{n!r}]": s for n, s in summaries.items()}}.items():
+            if not isinstance(text, str):
+                raise TypeError(f"{name}: want a text, got {text!r:.60}")
         answers, test = text_list("conditioning_answers", conditioning_answers), text_list("test_answers", test_answers)
         if not answers:
             raise ValueError("conditioning_answers: at least one answer is needed, got none")
