@@ -496,7 +496,7 @@ def test_smoke_measures_two_claims(smoke):
 def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
     record = load_results(tiny)
     assert record["parameters"]["profile"] == "gpu" and record["parameters"]["device"] == "cpu"
-    assert all(c["verdict"] != "not run" and "tiny" in c["note"] for c in record["claims"]) and {c["scale"] for c in record["claims"]} == {"paper"}
+    assert all(c["verdict"] != "not run" and "tiny" in c["note"] for c in record["claims"]) and {c["scale"] for c in record["claims"]} == {"mechanism"}
     assert {"accuracy.png", "embeddings.png", "trajectories.png", "gap.png"} <= {p.name for p in (tiny.parent / "figures").iterdir()}
     values = {c["id"]: {p["label"]: p for p in c["values"]} for c in record["claims"]}
     assert {"ACM1→ACM2: dynamic", "CN→US: dynamic", "CN→US: dynamic − hop 2"} <= set(values["C4"])

@@ -58,9 +58,10 @@ def own_claims(scale: str) -> list[Claim]:
 
 def claims(
     profile: str = "cpu",  # "smoke", "cpu" or "gpu": the rules are the same, the scale is not
+    tiny: bool = False,  # profile gpu at the sizes of a test: a check of the code, nothing about the paper
 ) -> list[Claim]:
     "All claims of this paper, in the order of the page. ValueError for an unknown profile."
     if profile not in ("smoke", "cpu", "gpu"):
         raise ValueError(f"profile must be smoke, cpu or gpu, got {profile!r}")
-    scale = "paper" if profile == "gpu" else "mechanism"
+    scale = "paper" if profile == "gpu" and not tiny else "mechanism"
     return accuracy_claims(scale) + choice_claims(scale) + own_claims(scale)
