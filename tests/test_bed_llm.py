@@ -696,7 +696,8 @@ def test_gpu_profile_without_weights_still_plays_the_closed_world(tmp_path, monk
     assert all(c["verdict"] == "not run" and "questioner Qwen/Qwen2.5-7B-Instruct is not to be had" in c["reason"] for c in by_id.values())
 
 
-def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", [None, "some prompts", "goes down"])
+def test_gpu_profile_asks_a_server(tmp_path, monkeypatch, fault):
     "A chat server on this machine that lists animals and questions and leans to yes; it answers itself, and there is no other answerer."
     asked = []
 
@@ -704,6 +705,8 @@ def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append(body)
+            if fault == "some prompts" and "albatross" in str(body["messages"][-1]) and not body.get("logprobs") or fault == "goes down" and len(asked) > 40:
+                return self.send_error(400 if fault == "some prompts" else 404)
             choice = {"index": 0, "message": {"role": "assistant", "content": "\n".join(f"{i}. Has it {w}?" if "question" in str(body["messages"]).lower() else f"{i}. {w}" for i, w in enumerate(("fur", "wings", "fins", "horns", "a tail", "scales"), 1))}}
             if body.get("logprobs"):
                 top = [{"token": "Yes", "logprob": -0.2, "bytes": None}, {"token": "No", "logprob": -2.0, "bytes": None}]
@@ -720,15 +723,20 @@ def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    for k, v in dict(ICL26_BED_SERVER=f"http://127.0.0.1:{server.server_port}/v1", ICL26_BED_TARGETS="2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="", ICL26_BED_DEAR="",
+    for k, v in dict(ICL26_BED_SERVER=f"http://127.0.0.1:{server.server_port}/v1", ICL26_BED_TARGETS="4" if fault == "some prompts" else "2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="", ICL26_BED_DEAR="",
                      OPENAI_API_KEY="sk-nothing").items():
         monkeypatch.setenv(k, v)
     by_id = {c["id"]: c for c in run_here(tmp_path, "gpu", device="cpu", model="some-model")["claims"]}
     server.shutdown()
     server.server_close()
     assert len(asked) > 10 and {b["model"] for b in asked} == {"some-model"} and any(b.get("logprobs") for b in asked)
+    if fault == "goes down":                                                    # what needs no server is measured all the same
+        lost = {k for k, c in by_id.items() if "games of questioner some-model could not be measured" in c["reason"] and "404" in c["reason"]}
+        assert lost == {"main", "eig", "filter", "mismatch", "N"} and by_id["ambiguous"]["verdict"] != "not run"
+        return
     assert {k for k, c in by_id.items() if c["verdict"] == "not run"} <= {"mismatch", "N"} and "ICL26_BED_ANSWERER" in by_id["mismatch"]["reason"]
-    assert {p["n"] for p in by_id["main"]["values"]} == {2}
+    assert {p["n"] for p in by_id["main"]["values"]} == {3 if fault else 2}
+    assert all(("some-model: 1 targets left out" in by_id[k]["note"]) == bool(fault) for k in ("main", "eig", "filter"))
 
 
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):

@@ -638,8 +638,23 @@ def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
                               ("TABLE", "bad.csv", "missing: PL"), ("TABLE", "few.csv", "at least 40 rows"), ("TABLE", "alike.csv", "aligns nothing")):
         monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{name}", str(tmp_path / value))
         claims = run_here(tmp_path)["claims"]
-        assert {c["id"] for c in claims} == PAPER and all(c["verdict"] == "not run" and "not to be had" in c["reason"] for c in claims)
+        assert {c["id"] for c in claims} == PAPER and all(c["verdict"] == "not run" and ("not to be had" in c["reason"] or "could not be measured" in c["reason"]) for c in claims)
         assert text in claims[0]["reason"]
+
+
+def test_a_mistake_in_the_code_is_no_missing_model(tmp_path, monkeypatch):
+    from icl26.evaluation.causal_router import experiments
+
+    def wrong(*args, **how):
+        raise ValueError("operands could not be broadcast together")
+
+    rng = np.random.default_rng(0)
+    rows = zip(rng.normal(size=60), rng.integers(0, 9, 60), rng.normal(size=60))
+    (tmp_path / "good.csv").write_text("embd.PC1,GL,PL\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    monkeypatch.setenv("ICL26_CAUSAL_ROUTER_TABLE", str(tmp_path / "good.csv"))
+    monkeypatch.setattr(experiments, "run_settings", wrong)
+    with pytest.raises(ValueError, match="broadcast"):
+        run_here(tmp_path)
 
 
 def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):

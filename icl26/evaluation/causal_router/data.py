@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..asking import Unmeasurable
+
 # %% ../../../nbs/evaluation/causal_router/01_causal_view.ipynb #8f08a6b3
 SCALES = ("variance", "amplitude", "wasserstein")
 GRID = (np.arange(1000) + 0.5) / 1000  # mid-point levels of the quantile functions
@@ -30,10 +32,10 @@ def scale_factor(
     r, y = labels(gold, "gold"), labels(pref, "pref")
     if method == "variance":
         if np.ptp(r) == 0:
-            raise ValueError(f"gold: the standard deviation is 0 (all {r.size} labels are {r[0]:g}), so no factor aligns the scales")
+            raise Unmeasurable(f"gold: the standard deviation is 0 (all {r.size} labels are {r[0]:g}), so no factor aligns the scales")
         return float(y.std() / r.std())
     if not np.abs(r).max() > 0:
-        raise ValueError(f"gold: all {r.size} labels are 0, so no factor aligns the scales")
+        raise Unmeasurable(f"gold: all {r.size} labels are 0, so no factor aligns the scales")
     if method == "amplitude":
         return float(np.abs(y).max() / np.abs(r).max())
     f_r, f_y = np.quantile(r, GRID), np.quantile(y, GRID)

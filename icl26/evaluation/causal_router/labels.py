@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..asking import identity, in_blocks
+from ..asking import Unmeasurable, identity, in_blocks
 from .data import RoutingData
 from ...repro.cache import cached
 
@@ -293,7 +293,7 @@ def label_table(
     pref = preference_labels(opened(pref_judge), plain, a, b)
     usable = np.isfinite(gold) & np.isfinite(pref)
     if usable.sum() < 4:
-        raise ValueError(f"queries: only {int(usable.sum())} of {len(plain)} have both labels; at least 4 are needed")
+        raise Unmeasurable(f"queries: only {int(usable.sum())} of {len(plain)} have both labels; at least 4 are needed")
     vectors = (bundled_embedder() if embed is None else embed)([as_text(q["prompt"]) for q, ok in zip(plain, usable) if ok])
     pcs = PCA(min(n_components, *np.shape(vectors)), random_state=0).fit_transform(vectors)
     table = pd.DataFrame(pcs, columns=[f"embd.PC{i}" for i in range(1, pcs.shape[1] + 1)])

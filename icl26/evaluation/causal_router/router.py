@@ -15,6 +15,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter
 
+from ..asking import Unmeasurable
 from .data import covariate_shift, labels, pool, scale_factor
 from .learners import cross_fit, default_model, fit_effect, fresh, pseudo_outcomes
 
@@ -74,7 +75,7 @@ def positive_scale(
     "c of a fit. ValueError if it is not positive: then the two kinds of labels have no common scale."
     c = 1.0 if method is None else scale_factor(r, y, method)
     if not (np.isfinite(c) and c > 0):
-        raise ValueError(f"scale: {method!r} gives c = {c:g} on these labels, which aligns nothing; are the preferences all alike, or reversed?")
+        raise Unmeasurable(f"scale: {method!r} gives c = {c:g} on these labels, which aligns nothing; are the preferences all alike, or reversed?")
     return c
 
 # %% ../../../nbs/evaluation/causal_router/03_router.ipynb #3446bd27

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from ..asking import identity, in_blocks
+from ..asking import Unmeasurable, identity, in_blocks
 from ..facts import Document, country_facts, statements, tertiles, value_set
 from .calibrate import BCI, MACI
 from .conditional import CCI
@@ -476,7 +476,7 @@ def paper_answers(
     models: Sequence[str],  # names: one is asked three ways, several are asked the same way
     load: Callable[[str], Any],  # name -> `icl26.lm.LM`; one is held at a time
 ) -> tuple[Answers, int]:  # and how many documents were left out, as a model failed on one of their claims
-    "The paper's kind of data: claims scored by one or several language models. ValueError if fewer than 20 documents are left."
+    "The paper's kind of data: claims scored by one or several language models. Unmeasurable if fewer than 20 documents are left."
     columns = []
     for name in models:
         lm = load(name)
@@ -485,7 +485,7 @@ def paper_answers(
     scores = [np.stack(parts, axis=1) for parts in zip(*columns)]
     whole = [i for i, s in enumerate(scores) if not np.isnan(s).any()]
     if len(whole) < 20:
-        raise ValueError(f"want at least 20 documents with all their scores, got {len(whole)} of {len(scores)}")
+        raise Unmeasurable(f"want at least 20 documents with all their scores, got {len(whole)} of {len(scores)}")
     made = Answers(scores, [np.array(d["labels"]) for d in documents], np.array([str(d["group"]) for d in documents]))
     return made.take(np.array(whole)), len(scores) - len(whole)
 
