@@ -1,17 +1,15 @@
 "noisy_valid: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
 import csv
-import inspect
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
+from papers import committed, plain_signature, printed, run_command, run_here, use_command
+from recompute import BOUNDS, agrees, made_up, wilson_by_hand
 from scipy.stats import beta, binom, norm
 
 import icl26.evaluation.noisy_valid as nv
@@ -24,9 +22,7 @@ from icl26.evaluation.noisy_valid.tests import METHODS, decide
 from icl26.evaluation.noisy_valid.verdicts import or_nothing
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
-
-ROOT = Path(__file__).resolve().parent.parent
-ICL26 = Path(sys.executable).with_name("icl26")
+from icl26.stats import mean_interval
 
 
 def data(seed=0, n_human=80, n_judge=500, rate=0.2, tpr=0.9, fpr=0.1):
@@ -48,9 +44,7 @@ def data(seed=0, n_human=80, n_judge=500, rate=0.2, tpr=0.9, fpr=0.1):
     ("simulate", "(method, *, failure_rate, alpha, tpr, fpr, n_human, n_judge, zeta=0.05, n_trials=1000, seed=None, variance='plugin')"),
 ])
 def test_signatures(name, want):
-    s = inspect.signature(getattr(nv, name))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(inspect.Signature(bare)) == want
+    assert plain_signature(getattr(nv, name)) == want
 
 
 def test_results_are_frozen_and_hold_the_promised_fields():
@@ -229,24 +223,9 @@ def test_drawn_counts_have_the_right_law():
 
 # -- a run: intervals and verdicts from the recorded numbers ---------------------------------------------------------
 
-def reproduce(out, *args, env=None):
-    run = subprocess.run([ICL26, "reproduce", "noisy_valid", "--jobs", "1", "--out", str(out), *args], capture_output=True, text=True,
-                         timeout=400, cwd=out.parent, env=os.environ | (env or {}))
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = out.glob("evaluation/noisy_valid/*/results.json")
-    return path
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("noisy_valid")
-    return reproduce(folder / "run", env={"ICL26_CACHE": str(folder / "cache")})
-
-
-def wilson_by_hand(k, n, z=norm.ppf(0.975)):
-    p = k / n
-    mid, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(mid - half, 0), min(mid + half, 1)
+    return papers.smoke("noisy_valid", tmp_path_factory)
 
 
 def check_part(claim, part):
@@ -254,36 +233,28 @@ def check_part(claim, part):
     values, n = part.get("values"), part["n"]
     if claim in ("type1", "naive", "real"):
         assert part["measured"] == part["k"] / n
-        want = wilson_by_hand(part["k"], n)
+        want = part["k"] / n, *wilson_by_hand(part["k"], n)
     elif claim in ("oracle", "ppi"):
         x = np.r_[np.ones(values[0]), -np.ones(values[1]), np.zeros(n - sum(values))]
         half = norm.ppf(0.975) * x.std(ddof=1) / math.sqrt(n)
         assert abs(part["measured"] - x.mean()) < 1e-12
-        want = x.mean() - half, x.mean() + half
+        want = x.mean(), x.mean() - half, x.mean() + half
     elif claim == "boundary":
         if part["measured"] is None:
             assert 0 in (values[1], values[3])
             return
         (a, b), (c, d) = wilson_by_hand(*values[:2]), wilson_by_hand(*values[2:])
         p, q = values[0] / values[1], values[2] / values[3]
-        want = (p + q) / 2 - 0.5 * math.hypot(p - a, q - c), (p + q) / 2 + 0.5 * math.hypot(b - p, d - q)
+        want = (p + q) / 2, (p + q) / 2 - 0.5 * math.hypot(p - a, q - c), (p + q) / 2 + 0.5 * math.hypot(b - p, d - q)
         assert abs(part["measured"] - (p + q) / 2) < 1e-12
     else:
-        from icl26.stats import mean_interval
-
-        i = mean_interval(values, seed=0)
         assert abs(part["measured"] - np.mean(values)) < 1e-12
-        want = i.low, i.high
-    np.testing.assert_allclose([part["ci_low"], part["ci_high"]], want, atol=1e-9)
-
-
-def committed_or(smoke):
-    path = ROOT / "results/evaluation/noisy_valid/results.json"
-    return [smoke, *([path] if path.is_file() else [])]
+        want = mean_interval(values, seed=0)
+    agrees(part, want, atol=1e-9)
 
 
 def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
-    for path in committed_or(smoke):
+    for path in filter(None, (smoke, committed("noisy_valid"))):
         record = load_results(path)
         assert [c["id"] for c in record["claims"]] == ["type1", "naive", "boundary", "oracle", "ppi", "estimator", "real"]
         for c in record["claims"]:
@@ -300,18 +271,18 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
                 continue
             pick, start = shown[c["id"]]
             worst = pick((p for p in cells[c["id"]] if p["label"].startswith(start) and p["measured"] is not None), key=lambda p: p["measured"])
-            assert [c[k] for k in ("measured", "ci_low", "ci_high")] == [worst[k] for k in ("measured", "ci_low", "ci_high")], c["id"]
+            assert [c[k] for k in BOUNDS] == [worst[k] for k in BOUNDS], c["id"]
 
 
-def test_the_committed_run_is_the_full_grid(smoke):
-    for path in committed_or(smoke)[1:]:
-        cells = {c["id"]: c["values"] for c in load_results(path)["claims"]}
-        noisy = [p for p in cells["type1"] if p["label"].startswith("noisy ")]
-        assert len(noisy) == 48 and min(p["n"] for p in noisy) >= 4000
-        assert len(cells["naive"]) == 16 and sum(p["label"].startswith("lenient") for p in cells["naive"]) == 2
-        assert len(cells["boundary"]) == 6 and [p["label"] for p in cells["oracle"]] == [f"n_M={n}" for n in (25, 100, 400, 1600)]
-        assert sum(p["label"].startswith("ppi++ ") for p in cells["ppi"]) == 32
-        assert sum(p["label"].startswith("noisy transport") for p in cells["real"]) == 9
+@pytest.mark.skipif(committed("noisy_valid") is None, reason="no committed run")
+def test_the_committed_run_is_the_full_grid():
+    cells = {c["id"]: c["values"] for c in load_results(committed("noisy_valid"))["claims"]}
+    noisy = [p for p in cells["type1"] if p["label"].startswith("noisy ")]
+    assert len(noisy) == 48 and min(p["n"] for p in noisy) >= 4000
+    assert len(cells["naive"]) == 16 and sum(p["label"].startswith("lenient") for p in cells["naive"]) == 2
+    assert len(cells["boundary"]) == 6 and [p["label"] for p in cells["oracle"]] == [f"n_M={n}" for n in (25, 100, 400, 1600)]
+    assert sum(p["label"].startswith("ppi++ ") for p in cells["ppi"]) == 32
+    assert sum(p["label"].startswith("noisy transport") for p in cells["real"]) == 9
 
 
 def test_the_smoke_run_stays_in_its_budget(smoke):
@@ -326,13 +297,12 @@ def against(part, claim):
     "The part, moved to where the paper is wrong, with its interval."
     shift = {"type1": 0.2, "real": 0.2, "naive": -1.5, "ppi": -1.0}.get(claim)
     if claim == "boundary":
-        return part | dict(measured=0.6, ci_low=0.5, ci_high=0.7)
+        return part | made_up(part["label"], 0.6, 0.1, part["n"])
     if claim == "oracle":                                                       # the gap grows with n_M
-        m = 0.01 * int(part["label"].removeprefix("n_M="))
-        return part | dict(measured=m, ci_low=m - 0.01, ci_high=m + 0.01)
+        return part | made_up(part["label"], 0.01 * int(part["label"].removeprefix("n_M=")), n=part["n"])
     if claim == "ppi" and part["label"].startswith("best-oracle"):
         shift = 1.5
-    return part | {k: part[k] + shift for k in ("measured", "ci_low", "ci_high")}
+    return part | {k: part[k] + shift for k in BOUNDS}
 
 
 @pytest.mark.parametrize("claim", ["type1", "naive", "boundary", "oracle", "ppi", "real"])
@@ -346,7 +316,7 @@ def test_numbers_against_the_paper_are_not_reproduced(smoke, claim):
 def ppi_verdict(*parts):
     "The verdict of claim `ppi`; each part is (start of its label, measured), give or take 0.01."
     (rule,) = (c for c in nv.claims("smoke") if c.id == "ppi")
-    records = [dict(label=f"{start} n_M=100 {i}", measured=m, ci_low=m - 0.01, ci_high=m + 0.01, n=9) for i, (start, m) in enumerate(parts)]
+    records = [made_up(f"{start} n_M=100 {i}", m) for i, (start, m) in enumerate(parts)]
     return measurement(rule, parts=or_nothing(records, "ppi++ level-kept "))
 
 
@@ -362,21 +332,6 @@ def test_ppi_is_judged_where_no_cell_keeps_its_level():
         ppi_verdict((kept, 0.1), ("best_oracle", -0.1))
 
 
-def notebook(out, change=lambda source: source, **parameters):
-    "Run the reproduction's cells in this process with these parameters, each cell's text passed through `change`; the record that it writes."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    cells = json.loads((ROOT / "nbs/evaluation/noisy_valid/07_reproduce.ipynb").read_text())["cells"]
-    space = {"display": lambda x: None}
-    for cell in cells:
-        if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):              # a table that only a notebook can fill later
-            exec(change("".join(cell["source"])), space)
-            if "parameters" in cell["metadata"].get("tags", []):
-                space |= parameters | {"out_dir": str(out)}
-    return load_results(out / "results.json")
-
-
 def test_a_run_where_no_cell_keeps_its_level_ends_with_a_verdict(tmp_path):
     "Type-I errors of 30 % in every cell, and PPI++ with more power than Noisy HT everywhere."
     def change(source):
@@ -386,7 +341,7 @@ def test_a_run_where_no_cell_keeps_its_level_ends_with_a_verdict(tmp_path):
             assert source.count("np.arange(1000)") == 2
         return "" if source.startswith("#| fig-alt") else source
 
-    record = {c["id"]: c for c in notebook(tmp_path, change, profile="smoke", seed=0)["claims"]}["ppi"]
+    record = {c["id"]: c for c in run_here("noisy_valid", tmp_path, change, profile="smoke", seed=0)["claims"]}["ppi"]
     assert record["verdict"] == "partly" and record["note"].startswith("PPI++ has more power in 0 of the 0 cells")
     assert record["measured"] == pytest.approx(0.2)
 
@@ -441,9 +396,15 @@ def write_data(folder):
                 w.writerow([text, int(rng.random() < 0.4), "are you kind" if name == "saferlhf" else ""])
 
 
+def fewer(real_trials):
+    "A change of the reproduction's text: the profile's grid with few trials, and so many of them on texts."
+    size, small = "GRID | dict(real_trials=1000", f"GRID | dict(trials=200, plane=3, plane_trials=200, curve_trials=200, real_trials={real_trials}"
+    return lambda source: source.replace(size, small)
+
+
 def test_gpu_profile_runs_on_tiny_models(stand_in, tmp_path):
-    path = reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", str(stand_in / "models"),
-                     env={real.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(tmp_path / "cache")})
+    path = run_command("noisy_valid", tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", stand_in / "models",
+                       change=fewer(1000), **{real.DATA_FOLDER: str(stand_in / "data")})
     record = load_results(path)
     claims = {c["id"]: c for c in record["claims"]}
     assert not any(c["verdict"] == "not run" for c in record["claims"])
@@ -468,9 +429,7 @@ def test_gpu_profile_without_data_or_models_leaves_two_claims_not_run(stand_in, 
         shutil.rmtree(models / real.JUDGES[0])
     monkeypatch.setenv(real.DATA_FOLDER, str(data))
     monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
-    size, small = "GRID | dict(real_trials=1000", "GRID | dict(trials=200, plane=3, plane_trials=200, curve_trials=200, real_trials=200"
-    cut = lambda source: source.replace(size, small)
-    record = notebook(tmp_path / "out", cut, profile="gpu", device="cpu", model=str(models))
+    record = run_here("noisy_valid", tmp_path / "out", fewer(200), profile="gpu", device="cpu", model=str(models))
     reasons = {c["id"]: c["reason"] for c in record["claims"] if c["verdict"] == "not run"}
     assert set(reasons) == {"estimator", "real"} and len(record["claims"]) == 7
     wanted = "saferlhf.csv: no such file" if lacking == "a data set" else f"holds no {real.JUDGES[0]}"
@@ -503,41 +462,38 @@ def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = notebook(tmp_path, profile="gpu")
+    record = run_here("noisy_valid", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
     assert record["wall_s"] < 15
 
 
-def test_without_datasets_the_error_names_the_package():
+def test_without_datasets_the_error_names_the_package(tmp_path):
     code = ("import sys; sys.modules['datasets'] = None\n"
             "from icl26.evaluation.noisy_valid.real import load_texts\n"
             "try: load_texts('jigsaw', 5)\nexcept ImportError as e: print(e)")
-    env = {k: v for k, v in os.environ.items() if k not in (real.DATA_FOLDER, real.OWN_FOLDER)}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env).stdout
+    out = printed(code, tmp_path)
     assert "pip install datasets" in out and real.DATA_FOLDER in out
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
-def use(*args, cwd):
-    return subprocess.run([ICL26, "use", "noisy_valid", *args], capture_output=True, text=True, timeout=60, cwd=cwd)
-
-
-def test_the_command_certifies_and_plans(tmp_path):
+def test_the_command_certifies_and_plans(tmp_path, monkeypatch, capsys):
     d = data(3, n_human=100, n_judge=3000, rate=0.12)
     rows = [f"{int(j)},{int(h)}" for h, j in zip(d["human"], d["human_judge"])] + [f"{int(j)}," for j in d["judge_labels"]]
     (tmp_path / "labels.csv").write_text("judge,human\n" + "\n".join(rows) + "\n")
-    run = use("certify", "labels.csv", "--alpha", "0.25", "--json", cwd=tmp_path)
+    run = use_command("noisy_valid", "certify", "labels.csv", "--alpha", "0.25", "--json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     report, want = json.loads(run.stdout), nv.certify("noisy", alpha=0.25, **d)
     assert report["certified"] == want.certified and report["tests"]["noisy"]["threshold"] == want.threshold
     assert {"tpr", "fpr", "failure_rate"} <= set(report)
-    text = use("certify", "labels.csv", "--alpha", "0.25", cwd=tmp_path).stdout
+    monkeypatch.chdir(tmp_path)
+    assert nv.use.main(["certify", "labels.csv", "--alpha", "0.25"]) == 0
+    text = capsys.readouterr().out
     assert text.startswith("CERTIFIED: failure rate < 0.25") and "TPR" in text
-    run = use("certify", "labels.csv", "--alpha", "0.1", "--exit-code", cwd=tmp_path)
+    run = use_command("noisy_valid", "certify", "labels.csv", "--alpha", "0.1", "--exit-code", cwd=tmp_path)
     assert run.returncode == 3 and run.stdout.startswith("NOT CERTIFIED")
-    run = use("plan", "--alpha", "0.25", "--failure-rate", "0.15", "--tpr", "0.9", "--fpr", "0.1", "--json", cwd=tmp_path)
-    assert json.loads(run.stdout)["n_human_noisy"] == nv.required_human("noisy", failure_rate=0.15, alpha=0.25, tpr=0.9, fpr=0.1, n_judge=10_000)
+    assert nv.use.main(["plan", "--alpha", "0.25", "--failure-rate", "0.15", "--tpr", "0.9", "--fpr", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_human_noisy"] == nv.required_human("noisy", failure_rate=0.15, alpha=0.25, tpr=0.9, fpr=0.1, n_judge=10_000)
 
 
 @pytest.mark.parametrize("args, text", [
@@ -547,10 +503,11 @@ def test_the_command_certifies_and_plans(tmp_path):
     (("plan", "--alpha", "0.1", "--failure-rate", "0.2", "--tpr", "0.9", "--fpr", "0.1"), "failure_rate"),
     (("plan", "--alpha", "0.2", "--failure-rate", "0.1", "--tpr", "0.9"), "--tpr and --fpr"),
 ])
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("judge,human\n1,0\n0,maybe\n")
-    run = use(*args, cwd=tmp_path)
-    assert run.returncode == 2 and text in run.stderr and run.stderr.startswith("icl26: error:") and "Traceback" not in run.stderr
+    code, err = nv.use.main(list(args)), capsys.readouterr().err
+    assert code == 2 and text in err and err.startswith("icl26: error:") and "Traceback" not in err
 
 
 def test_a_good_model_is_told_what_else_works(tmp_path):
