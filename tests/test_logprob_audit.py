@@ -7,18 +7,15 @@ import inspect
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
 import tracemalloc
 import weakref
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
 import torch
+from papers import chat_server, committed, plain_signature, run_command, run_here, use_command
+from recompute import agrees
 from scipy.signal import find_peaks
 from torch import nn
 
@@ -31,9 +28,6 @@ from icl26.repro import cached, load_results, recompute
 from icl26.repro.cache import cache_folder
 from icl26.repro.results import measurement
 from icl26.stats import bootstrap_ci, clopper_pearson, roc_auc, t_interval, wilson
-
-ICL26 = Path(sys.executable).with_name("icl26")
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def answers(n, seed, shift=0.0, k=6, jitter=0.02):
@@ -69,9 +63,7 @@ def answers(n, seed, shift=0.0, k=6, jitter=0.02):
     ],
 )
 def test_signatures(call, want):
-    s = inspect.signature(call)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
+    assert plain_signature(call) == want
 
 
 def test_tinychange_signature_and_types():
@@ -432,83 +424,41 @@ def test_collect_from_any_lm(tiny):
         lpa.collect(ScriptedLM(lambda p: "x"), n=1)
 
 
-class Endpoint(BaseHTTPRequestHandler):
-    "A server whose log-probabilities jitter, and move when `shift` is set."
+class Jittering:
+    "Answers whose log-probabilities jitter, and move when `shift` is set; from the call after `fail_at` on there is no such model."
 
     shift, count, fail_at = 0.0, 0, None
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        cls = type(self)
-        cls.count += 1
-        if cls.fail_at is not None and cls.count > cls.fail_at:
-            text, status = b'{"error": {"message": "no such model"}}', 404
-        else:
-            rng = np.random.default_rng(cls.count)
-            base = (
-                np.array([-0.5, -1.5, -2.0, -3.0, -4.0])
-                + rng.normal(0, 0.02, 5)
-                + np.array([0, cls.shift, 0, -cls.shift, 0])
-            )
-            top = [
-                dict(token=t, logprob=float(v), bytes=list(t.encode())) for t, v in zip(("A", "B", "C", "D", "E"), base)
-            ]
-            choice = dict(
-                index=0,
-                finish_reason="length",
-                message=dict(role="assistant", content="A"),
-                logprobs=dict(
-                    content=[
-                        dict(token="A", logprob=top[0]["logprob"], bytes=[65], top_logprobs=top[: body["top_logprobs"]])
-                    ]
-                ),
-            )
-            answer = dict(
-                id="1",
-                object="chat.completion",
-                created=0,
-                model="m",
-                choices=[choice],
-                usage=dict(prompt_tokens=1, completion_tokens=1, total_tokens=2),
-            )
-            text, status = json.dumps(answer).encode(), 200
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *args):
-        pass
+    def __call__(self, body):
+        self.count += 1
+        if self.fail_at is not None and self.count > self.fail_at:
+            return 404
+        jitter = np.random.default_rng(self.count).normal(0, 0.02, 5)
+        base = np.array([-0.5, -1.5, -2.0, -3.0, -4.0]) + jitter + np.array([0, self.shift, 0, -self.shift, 0])
+        top = [dict(token=t, logprob=float(v), bytes=list(t.encode())) for t, v in zip("ABCDE", base)]
+        first = top[0] | dict(top_logprobs=top[: body["top_logprobs"]])
+        return dict(finish_reason="length", message=dict(role="assistant", content="A"), logprobs=dict(content=[first]))
 
 
 @pytest.fixture
 def endpoint():
-    Endpoint.shift, Endpoint.count, Endpoint.fail_at = 0.0, 0, None
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown(), server.server_close(), thread.join()
+    "The answers, with the address of their server as `url`."
+    answer = Jittering()
+    with chat_server(answer) as chat:
+        answer.url = chat.url
+        yield answer
 
 
-def run(*argv, cwd, **env):
-    return subprocess.run(
-        [ICL26, "use", "logprob_audit", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cwd,
-        env=os.environ | {"OPENAI_API_KEY": "sk-very-secret-key-of-this-test"} | env,
-    )
-
-
-def test_the_command_audits_an_endpoint(endpoint, tmp_path):
-    made = run("baseline", "watch.jsonl", "--base-url", endpoint, "--model", "m", "--n", 12, "--top-k", 5, cwd=tmp_path)
+def test_the_command_audits_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
+    key = "sk-very-secret-key-of-this-test"
+    baseline = ["baseline", "watch.jsonl", "--base-url", endpoint.url, "--model", "m", "--n", "12", "--top-k", "5"]
+    made = use_command("logprob_audit", *baseline, cwd=tmp_path, OPENAI_API_KEY=key)
     assert made.returncode == 0 and "12 in the baseline" in made.stdout, made.stderr
-    same = run("check", "watch.jsonl", cwd=tmp_path)
-    assert same.returncode == 0 and "no change found" in same.stdout, same.stdout + same.stderr
-    Endpoint.shift = 0.1
-    moved = run("check", "watch.jsonl", "--json", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert use.main(["check", "watch.jsonl"]) == 0 and "no change found" in capsys.readouterr().out
+    endpoint.shift = 0.1
+    moved = use_command("logprob_audit", "check", "watch.jsonl", "--json", cwd=tmp_path, OPENAI_API_KEY=key)
     report = json.loads(moved.stdout)
     assert moved.returncode == 3 and report["changed"] and {t["token"] for t in report["tokens"][:2]} == {"B", "D"}
     assert 1 < report["effect"] < 6 and report["pvalue"] <= 0.05
@@ -516,26 +466,23 @@ def test_the_command_audits_an_endpoint(endpoint, tmp_path):
     assert [x["kind"] for x in lines] == ["baseline"] * 12 + (["check"] * 10 + ["result"]) * 2
     for text in ((tmp_path / "watch.jsonl").read_text(), made.stdout + made.stderr, moved.stdout + moved.stderr):
         assert "secret" not in text
-    again = run(
-        "baseline", "watch.jsonl", "--base-url", endpoint, "--model", "m", "--n", 12, "--top-k", 5, cwd=tmp_path
-    )
-    assert "0 answers collected" in again.stdout and Endpoint.count == 32
+    assert use.main(baseline) == 0 and "0 answers collected" in capsys.readouterr().out and endpoint.count == 32
 
 
 def test_an_interrupted_baseline_and_check_go_on(endpoint, tmp_path, capsys):
-    watch, source = tmp_path / "w.jsonl", ["--base-url", endpoint, "--model", "m", "--n", "8", "--top-k", "5"]
-    Endpoint.fail_at = 5
+    watch, source = tmp_path / "w.jsonl", ["--base-url", endpoint.url, "--model", "m", "--n", "8", "--top-k", "5"]
+    endpoint.fail_at = 5
     assert use.main(["baseline", str(watch), *source]) == 2 and "icl26: error:" in capsys.readouterr().err
     with open(watch, "ab") as f:
         f.write(b'{"kind": "baseline", "mod')  # and a line cut in half
-    Endpoint.fail_at = None
+    endpoint.fail_at = None
     assert (
-        use.main(["baseline", str(watch), *source]) == 0 and len(use.load_watch(watch)[1]) == 8 and Endpoint.count == 9
+        use.main(["baseline", str(watch), *source]) == 0 and len(use.load_watch(watch)[1]) == 8 and endpoint.count == 9
     )
-    Endpoint.fail_at = 13
+    endpoint.fail_at = 13
     assert use.main(["check", str(watch), "--n", "8"]) == 2
-    Endpoint.fail_at = None
-    assert use.main(["check", str(watch), "--n", "8"]) == 0 and Endpoint.count == 9 + 4 + 1 + 4
+    endpoint.fail_at = None
+    assert use.main(["check", str(watch), "--n", "8"]) == 0 and endpoint.count == 9 + 4 + 1 + 4
     assert [len(v) for v in use.load_watch(watch)[2].values()] == [8]
     capsys.readouterr()
     with open(watch, "ab") as f:
@@ -543,11 +490,15 @@ def test_an_interrupted_baseline_and_check_go_on(endpoint, tmp_path, capsys):
     assert use.main(["check", str(watch)]) == 2 and "neither a result nor an answer" in capsys.readouterr().err
 
 
-def test_a_dead_endpoint_and_wrong_use_are_one_line(tmp_path):
-    dead = run("baseline", "w.jsonl", "--model", "m", cwd=tmp_path, OPENAI_API_KEY="")
-    assert dead.returncode == 2 and "OPENAI_API_KEY" in dead.stderr and "Traceback" not in dead.stderr
-    none = run("check", "w.jsonl", cwd=tmp_path)
-    assert none.returncode == 2 and "holds no baseline" in none.stderr and none.stderr.count("\n") == 1
+def test_a_dead_endpoint_and_wrong_use_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    assert use.main(["baseline", "w.jsonl", "--model", "m"]) == 2
+    err = capsys.readouterr().err
+    assert "OPENAI_API_KEY" in err and "Traceback" not in err
+    assert use.main(["check", "w.jsonl"]) == 2
+    err = capsys.readouterr().err
+    assert "holds no baseline" in err and err.count("\n") == 1
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -601,35 +552,14 @@ def test_against_the_paper_is_not_reproduced(profile):
         assert measurement(c, **against(c))["verdict"] == "not reproduced", c.id
 
 
-def execute(out, **parameters):
-    "The reproduction through papermill in a process of its own; its results."
-    code = (
-        "import json, sys, papermill as pm\n"
-        "a = json.loads(sys.argv[1]); pm.execute_notebook(a['nb'], a['out'] + '/nb.ipynb', parameters=a['p'], "
-        "progress_bar=False, cwd=a['cwd'], "
-        "kernel_name='python3')\n"
-    )
-    nb = ROOT / "nbs/evaluation/logprob_audit/09_reproduce.ipynb"
-    out.mkdir(parents=True, exist_ok=True)
-    args = dict(nb=str(nb), out=str(out), cwd=str(nb.parent), p=dict(parameters, out_dir=str(out)))
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(args)], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return load_results(out / "results.json")
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    return execute(tmp_path_factory.mktemp("smoke"), profile="smoke")
-
-
-def records(smoke):
-    "The smoke run, and the committed one if there is one."
-    path = ROOT / "results/evaluation/logprob_audit/results.json"
-    return [smoke] + ([load_results(path)] if path.exists() else [])
+    return load_results(papers.smoke("logprob_audit", tmp_path_factory))
 
 
 def test_intervals_and_verdicts_follow_from_the_recorded_values(smoke):
-    for record in records(smoke):
+    path = committed("logprob_audit")
+    for record in [smoke] + ([load_results(path)] if path else []):
         for c in record["claims"]:
             assert recompute(c)[0] == c["verdict"]
             if c["verdict"] == "not run":
@@ -638,31 +568,22 @@ def test_intervals_and_verdicts_follow_from_the_recorded_values(smoke):
             check_claim(c, parts)
 
 
-def same(record, i, scale=1.0):
-    np.testing.assert_allclose(
-        [record["measured"], record["ci_low"], record["ci_high"]],
-        np.array([i.estimate, i.low, i.high]) * scale,
-        atol=1e-9,
-    )
-
-
 def spread(values):
     if np.ptp(values) == 0:
         return (values[0],) * 3
-    i = bootstrap_ci(np.array(values), seed=0) if len(values) >= 6 else t_interval(np.array(values))
-    return i.estimate, i.low, i.high
+    return bootstrap_ci(np.array(values), seed=0) if len(values) >= 6 else t_interval(np.array(values))
 
 
 def check_claim(c, parts):
     if c["id"] in ("level", "level-real"):
         for p in parts.values():
-            same(p, wilson(p["k"], p["n"]))
+            agrees(p, wilson(p["k"], p["n"]), atol=1e-9)
     if c["id"] == "level-in-time":
         assert c["k"] == sum(p <= 0.05 for p in c["values"])
-        same(c, wilson(c["k"], c["n"]))
+        agrees(c, wilson(c["k"], c["n"]), atol=1e-9)
     if c["id"] == "auc":
         for p in (p for label, p in parts.items() if label.startswith("LT")):
-            np.testing.assert_allclose([p["measured"], p["ci_low"], p["ci_high"]], spread(p["values"]), atol=1e-9)
+            agrees(p, spread(p["values"]), atol=1e-9)
     if c["id"] == "prune":
         for p in (p for label, p in parts.items() if label.startswith("LT")):
             assert p["measured"] == np.median(p["values"][0]) / np.median(p["values"][1])
@@ -674,10 +595,10 @@ def check_claim(c, parts):
             assert p["measured"] == p["values"][0] - p["values"][1]
     if c["id"] == "prompt":
         p = parts["difference"]
-        np.testing.assert_allclose([p["measured"], p["ci_low"], p["ci_high"]], spread(p["values"]), atol=1e-12)
+        agrees(p, spread(p["values"]))
     if c["id"] == "monitor":
         for label, p in parts.items():
-            same(p, clopper_pearson(p["k"], p["n"]), 1000 if "per 1000" in label else 1)
+            agrees(p, clopper_pearson(p["k"], p["n"]), atol=1e-9, scale=1000 if "per 1000" in label else 1)
         found = parts["found, S > 1 (within 24 observations)"]
         assert found["k"] == sum(d is not None and d <= 24 for d in found["values"])
 
@@ -718,8 +639,8 @@ def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
         [{"question": f"What is {i} + 1?", "choices": ["1", "2", "3", "4"], "answer": i % 4} for i in range(6)],
     )
     jsonl(tmp_path / "wikipedia.jsonl", [{"text": f"The number {i} is a natural number."} for i in range(6)])
-    monkeypatch.setenv("ICL26_DATA", str(tmp_path))
-    full = execute(tmp_path / "full", profile="gpu", device="cpu", model=str(tmp_path / "model"))
+    path = run_command("logprob_audit", tmp_path / "full", "--profile", "gpu", "--device", "cpu", "--model", tmp_path / "model", ICL26_DATA=str(tmp_path))
+    full = load_results(path)
     assert {c["id"] for c in full["claims"] if c["verdict"] == "not run"} == {"level-in-time", "monitor"}
     assert {c["scale"] for c in full["claims"]} == {"mechanism"}  # a check of the path, nothing about the paper
     (onestep,) = (c for c in full["claims"] if c["id"] == "onestep")
@@ -727,7 +648,8 @@ def test_gpu_profile_on_a_tiny_model(tmp_path, monkeypatch):
     rows = (tmp_path / "lmsys.jsonl").read_text().splitlines()
     (tmp_path / "lmsys.jsonl").write_text("\n".join(rows[:4]) + "\n")  # three of them can be used, four are needed
     (tmp_path / "mmlu.jsonl").unlink()
-    part = execute(tmp_path / "part", profile="gpu", device="cpu", model=str(tmp_path / "model"))
+    monkeypatch.setenv("ICL26_DATA", str(tmp_path))
+    part = run_here("logprob_audit", tmp_path / "part", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     reasons = {c["id"]: c["reason"] for c in part["claims"] if c["verdict"] == "not run"}
     assert (
         set(reasons) == {"level-in-time", "monitor", "auc", "prune", "onestep", "lora"}
@@ -760,7 +682,7 @@ def test_gpu_profile_with_damaged_data_says_what_is_wrong(tmp_path, monkeypatch)
     for name in ("lmsys", "mmlu", "wikipedia"):
         (tmp_path / f"{name}.jsonl").write_text('{"other": 1}\n' if name != "lmsys" else "")
     monkeypatch.setenv("ICL26_DATA", str(tmp_path))
-    r = execute(tmp_path / "run", profile="gpu", device="cpu", model=str(tmp_path / "model"))
+    r = run_here("logprob_audit", tmp_path / "run", profile="gpu", device="cpu", model=str(tmp_path / "model"))
     claims = {c["id"]: c for c in r["claims"]}
     assert claims["level"]["verdict"] != "not run"
     assert "mmlu.jsonl, line 1" in claims["auc"]["reason"] and "lmsys holds 0 rows, 1 are needed" in claims["onestep"]["reason"]
@@ -806,7 +728,7 @@ def test_use_names_what_is_not_there(tmp_path, capsys):
 
 
 def test_gpu_profile_without_the_model_still_measures_the_level(tmp_path):
-    r = execute(tmp_path, profile="gpu", device="cpu", model=str(tmp_path / "nowhere"))
+    r = run_here("logprob_audit", tmp_path, profile="gpu", device="cpu", model=str(tmp_path / "nowhere"))
     verdicts = {c["id"]: c for c in r["claims"]}
     assert {k for k, c in verdicts.items() if c["verdict"] != "not run"} == {"level"}
     assert all("nowhere is not to be had" in c["reason"] for k, c in verdicts.items() if k not in ("level", "level-in-time", "monitor"))
@@ -814,7 +736,7 @@ def test_gpu_profile_without_the_model_still_measures_the_level(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):
-    r = execute(tmp_path, profile="gpu")
+    r = run_here("logprob_audit", tmp_path, profile="gpu")
     assert {c["verdict"] for c in r["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in r["claims"])
 
 
