@@ -1,22 +1,21 @@
 "mornavi: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
 
 import contextlib
-import inspect
 import io
 import itertools
 import json
 import math
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
+from papers import committed, once, plain_signature, run_command, run_here, use_command
+from recompute import agrees, made_up as p, mean_again
 from scipy.optimize import linprog, minimize
 
 import icl26.decision.mornavi as mn
-from icl26 import cli
 from icl26.decision.mornavi import use
 from icl26.decision.mornavi.equilibrium import NoNashFound, best_pure, correlated, gains, stage_policies
 from icl26.decision.mornavi.mornavi import bernstein_bonus, fail_state_cap
@@ -25,10 +24,7 @@ from icl26.decision.mornavi.worst_case import divergence_of, kl_worst, tv_dual
 from icl26.decision.tabular import random_game
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
-from icl26.stats import clopper_pearson, mean_interval, wilson
-
-ICL26 = Path(sys.executable).with_name("icl26")
-ROOT = Path(__file__).resolve().parent.parent
+from icl26.stats import clopper_pearson, wilson
 
 
 def game(seed=0, S=4, H=3, actions=(2, 2), **kw):
@@ -65,9 +61,7 @@ def random_policy(g, seed=0, product=False):
     ],
 )
 def test_signatures(call, want):
-    s = inspect.signature(call)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(inspect.Signature(bare)) == want
+    assert plain_signature(call) == want
 
 
 def test_result_has_the_promised_fields_and_shapes():
@@ -525,35 +519,23 @@ def test_measures():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    "In this process; the command itself runs below with profile gpu."
-    folder = tmp_path_factory.mktemp("mornavi")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ICL26_CACHE", str(folder / "cache"))
-        notebook(folder, profile="smoke")
-    return folder / "results.json"
+    return papers.smoke("mornavi", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     "Profile gpu on the CPU at the sizes for tests, by the command: papermill runs every experiment in a kernel of its own."
-    folder = tmp_path_factory.mktemp("mornavi")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
-            patch.setenv(name, value)
-        assert cli.main(["reproduce", "mornavi", "--jobs", "1", "--out", str(folder / "gpu"), "--profile", "gpu", "--device", "cpu"]) == 0
-    (path,) = (folder / "gpu").glob("decision/mornavi/*/results.json")
-    return path
+    return once("mornavi-gpu", tmp_path_factory, lambda folder: run_command("mornavi", folder / "gpu", "--profile", "gpu", "--device", "cpu", ICL26_TINY="1"))
 
 
-COMMITTED = ROOT / "results/decision/mornavi/results.json"
+COMMITTED = committed("mornavi")
 
 
 def expected(claim, part, seed):
     "Estimate and interval of a part from its values or counts; None: nothing to compute it from."
     values, label, n = part.get("values"), part["label"], part["n"]
     if "k" in part and part["k"] is not None:
-        i = (clopper_pearson if label.startswith("runs without") else wilson)(part["k"], n)
-        return i.estimate, i.low, i.high
+        return (clopper_pearson if label.startswith("runs without") else wilson)(part["k"], n)
     if values is None or label.startswith(("share", "C6")):
         return None
     x = np.array(values, float)
@@ -565,16 +547,13 @@ def expected(claim, part, seed):
         return x.max(), None, None
     if len(x) == 1:
         return x[0], None, None
-    if np.ptp(x) < 1e-12:
-        return x[0], x[0], x[0]
-    i = mean_interval(x, seed=seed)
-    return i.estimate, i.low, i.high
+    return mean_again(x, seed)
 
 
 @pytest.mark.parametrize("which", ["smoke", "tiny", "committed"])
 def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, tiny):
     path = dict(smoke=smoke, tiny=tiny, committed=COMMITTED)[which]
-    if which == "committed" and not path.is_file():
+    if path is None:
         pytest.skip("no committed run")
     record = load_results(path)
     assert {c["id"] for c in record["claims"]} == {"C1", "C2", "C3", "C4", "C5", "C6", "own-C7", "own-C8"}
@@ -583,9 +562,7 @@ def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, t
         assert c["verdict"] == recompute(c)[0]
         for part in c["values"] or []:
             if (want := expected(c["id"], part, record["parameters"]["seed"])) is not None:
-                got = [part["measured"], part.get("ci_low"), part.get("ci_high")]
-                assert [g is None for g in got] == [w is None for w in want], (c["id"], part["label"])
-                np.testing.assert_allclose([g for g in got if g is not None], [w for w in want if w is not None], rtol=1e-7, atol=1e-12, err_msg=part["label"])
+                agrees(part, want)
                 checked += 1
         labels = {p["label"]: p for p in c["values"] or []}
         if c["id"] == "C6" and labels:
@@ -613,33 +590,18 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
     assert {"regret.png", "width.png", "lock.png", "deployment.png", "refuge.png"} <= {p.name for p in (tiny.parent / "figures").iterdir()}
 
 
-def notebook(out, **parameters):
-    "Run the reproduction's cells in this process with these parameters; the record that it writes."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    space = {"display": lambda x: None}
-    for cell in json.loads((ROOT / "nbs/decision/mornavi/08_reproduce.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and "res.outcome()" not in source:                   # a table that only a notebook can fill later
-            exec(source, space)
-            if "parameters" in cell["metadata"].get("tags", []):
-                space |= parameters | {"out_dir": str(out)}
-    return load_results(out / "results.json")
-
-
 def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = notebook(tmp_path, profile="gpu")
+    record = run_here("mornavi", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
     assert record["wall_s"] < 20
 
 
 def test_the_committed_run_has_the_sizes_of_the_cpu_profile():
-    if not COMMITTED.is_file():
+    if COMMITTED is None:
         pytest.skip("no committed run")
     c = {c["id"]: {p["label"]: p for p in c["values"]} for c in load_results(COMMITTED)["claims"]}
     assert c["C1"]["slope"]["n"] == c["C2"]["slope"]["n"] == 5 and c["C1"]["beside: slopes of all runs, by game"]["n"] == 15
@@ -658,10 +620,6 @@ def test_a_run_does_not_depend_on_anything_but_its_arguments():
 
 
 # -- numbers that go against the paper -------------------------------------------------------------------------------
-
-
-def p(label, measured, half=0.01):
-    return dict(label=label, measured=measured, ci_low=measured - half, ci_high=measured + half, n=9)
 
 
 RATIO, TWO, RANDOM = "average regret, K over K/10", "two-step game, {} at σ", "random games, {} at σ"
@@ -713,11 +671,8 @@ def test_the_command_without_nashpy_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_the_command_solves_the_example(tmp_path):
-    def icl26(*args):
-        return subprocess.run([ICL26, "use", "mornavi", *map(str, args)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-
     assert use.main(["example", str(tmp_path / "game.json")]) == 0
-    done = icl26("solve", "game.json", "--radius", "0.2", "--plot", "plot.png", "--out", "solution.json")
+    done = use_command("mornavi", "solve", "game.json", "--radius", "0.2", "--plot", "plot.png", "--out", "solution.json", cwd=tmp_path)
     assert done.returncode == 0 and "safe/safe" in done.stdout and "0.6700" in done.stdout, done.stderr
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     found = json.loads((tmp_path / "solution.json").read_text())
@@ -757,9 +712,9 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
         (["solve", write("nan.json", json.dumps(good).replace("0.35", "NaN")), "--radius", "0.1"], "finite"),
         (["solve", game_file, "--radius", "1.5"], "radius"),
         (["solve", game_file, "--radius", "a"], "--radius"),
-        (["solve", game_file, "--radius", "0.1", "--plot", tmp_path / "no/such.png"], "does not exist"),
+        (["solve", game_file, "--radius", "0.1", "--plot", tmp_path / "no/such.png"], "there is no folder"),
         (["solve", game_file, "--radius", "0.1", "--plot", tmp_path / "x.txt"], "--plot"),
-        (["solve", game_file, "--radius", "0.1", "--out", game_file], "is the game itself"),
+        (["solve", game_file, "--radius", "0.1", "--out", game_file], "is an input file"),
         (["solve", game_file, "--radius", "0.1", "--out", tmp_path], "is a folder"),
         (["example", game_file], "exists"),
         ([], "required"),
