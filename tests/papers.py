@@ -37,10 +37,18 @@ def use_command(slug, *args, cwd, **env):
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 
-def run_here(slug, out, change=lambda source: source, **parameters):
+def changed_cells(slug, change):
+    "The cells of the reproduction, each code cell's text passed through `change`, which has to change something."
+    page = find_paper(slug).reproduction
+    cells = [c | {"source": change(c["source"]) if change and c["cell_type"] == "code" else c["source"]} for c in cells_of(page)]
+    assert change is None or cells != cells_of(page), f"{page.name}: nothing to change"
+    return cells
+
+
+def run_here(slug, out, change=None, **parameters):
     """Run the reproduction's code cells in this process, without a kernel's start; the record that it leaves in `out`.
 
-    `parameters` replace those of the notebook's cell; `change` is given each cell's text and returns what runs.
+    `parameters` replace those of the notebook's cell; `change` is given each cell's text and returns what runs in its place.
     The cell that shows the outcome is left out: a notebook alone can fill it later.
     """
     import matplotlib
@@ -51,9 +59,9 @@ def run_here(slug, out, change=lambda source: source, **parameters):
         matplotlib.use("Agg")
         warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
         patch.setattr("IPython.display.display", space["display"])
-        for i, cell in enumerate(cells_of(find_paper(slug).reproduction)):
+        for i, cell in enumerate(changed_cells(slug, change)):
             if cell["cell_type"] == "code" and "res.outcome()" not in cell["source"]:
-                exec(compile(change(cell["source"]), f"<{slug}, cell {i}>", "exec"), space)
+                exec(compile(cell["source"], f"<{slug}, cell {i}>", "exec"), space)
                 if "parameters" in cell["metadata"].get("tags", ()):
                     space |= parameters | {"out_dir": str(out)}
         plt.close("all")
@@ -67,11 +75,7 @@ def changed_notebooks(slug, folder, change):
     there.mkdir(parents=True)
     shutil.copy(paper.folder / "index.ipynb", there)
     page = json.loads(paper.reproduction.read_text(encoding="utf-8"))
-    before = [c["source"] for c in cells_of(paper.reproduction)]
-    for cell, source in zip(page["cells"], before):
-        cell["source"] = change(source) if cell["cell_type"] == "code" else source
-    assert [c["source"] for c in page["cells"]] != before, f"{paper.reproduction.name}: nothing to change"
-    (there / paper.reproduction.name).write_text(json.dumps(page), encoding="utf-8")
+    (there / paper.reproduction.name).write_text(json.dumps(page | {"cells": changed_cells(slug, change)}), encoding="utf-8")
     return folder
 
 
