@@ -2,17 +2,15 @@
 import inspect
 import itertools
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
+from papers import chat_server, committed, plain_signature, printed, run_command, run_here, use_command
+from recompute import agrees
 
 import icl26.decision.queueing as q
 from icl26.decision.queueing import experiments as ex
@@ -26,8 +24,6 @@ from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
 from icl26.stats import bootstrap_ci, loglog_slope, mean_interval, t_interval, wilson
 
-ROOT = Path(__file__).resolve().parent.parent
-ICL26 = Path(sys.executable).with_name("icl26")
 BY_NAME = {p.name: p for p in q.PROBLEMS}
 R = {"reject_cost": 1.5}
 
@@ -54,9 +50,7 @@ IDS = [o.kind for o in ALL]
     (q.OperatorGraph.backup, "(self, V)"),
 ])
 def test_signatures(f, want):
-    s = inspect.signature(f)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
+    assert plain_signature(f) == want
 
 
 def test_formulator_defaults():
@@ -66,9 +60,9 @@ def test_formulator_defaults():
     assert all(p.kind is p.KEYWORD_ONLY for name, p in s.parameters.items() if name != "lm")
 
 
-def test_the_package_imports_no_torch():
+def test_the_package_imports_no_torch(tmp_path):
     code = "import sys, icl26.decision.queueing; print([m for m in ('torch', 'matplotlib', 'networkx', 'pandas') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip() == "[]"
+    assert printed(code, tmp_path) == "[]"
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -563,7 +557,7 @@ def test_policy_cost_by_a_dense_solve_and_bad_policies():
 
 def test_solve_command(tmp_path, capsys):
     (tmp_path / "s.json").write_text(json.dumps(BY_NAME["ferry"].spec))
-    done = subprocess.run([ICL26, "use", "queueing", "solve", "s.json", "--plot", "p.png", "--out", "p.json"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = use_command("queueing", "solve", "s.json", "--plot", "p.png", "--out", "p.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "switching curve" in done.stdout and "near a full buffer blocking bends it" in done.stdout and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     written = json.loads((tmp_path / "p.json").read_text())
@@ -575,7 +569,7 @@ def test_solve_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, said", [
     (["solve", "missing.json"], "No such file"), (["solve", "bad.json"], "discount_rate"), (["solve", "half.json"], "not valid JSON"), (["solve", "binary.json"], "UTF-8"),
-    (["solve", "s.json", "--out", "s.json"], "overwrite"), (["solve", "s.json", "--out", "nowhere/x.json"], "cannot be written"), (["solve", "s.json", "--tol", "0"], "--tol"),
+    (["solve", "s.json", "--out", "s.json"], "overwrite"), (["solve", "s.json", "--out", "nowhere/x.json"], "there is no folder"), (["solve", "s.json", "--tol", "0"], "--tol"),
     (["solve", "s.json", "--tol", "inf"], "--tol inf"), (["solve", "s.json", "--tol", "nan"], "--tol nan"), (["solve", "s.json", "--plot", "p.xyz"], ".png"), (["solve", "s.json", "--plot", "p"], ".png"),
     (["formulate", "empty.txt", "--model", "x"], "empty"), (["formulate", "t.txt", "--model", "no/such/folder/here"], "--model"), (["formulate", "t.txt", "--model", "x", "--seed", "-1"], "--seed"),
     (["formulate", "t.txt"], "--model"), (["nothing"], "invalid choice"),
@@ -608,20 +602,16 @@ def expected(part, seed):
     "Estimate and interval of a part from its values or counts; None: there is nothing to compute them from."
     values, label = part.get("values"), part["label"]
     if part.get("k") is not None:
-        i = wilson(part["k"], part["n"])
-        return i.estimate, i.low, i.high
+        return wilson(part["k"], part["n"])
     if label.startswith("exponent"):
-        i = loglog_slope([5, 10, 20, 40, 80], np.reshape(values, (part["n"], -1)), n_resamples=2000, seed=seed)
-        return i.estimate, i.low, i.high
+        return loglog_slope([5, 10, 20, 40, 80], np.reshape(values, (part["n"], -1)), n_resamples=2000, seed=seed)
     if label.startswith(("complete", "beside: random graphs, policies")):
-        i = bootstrap_ci(np.reshape(values, (-1, 2)).astype(float), lambda b, axis: b[..., 0].sum(axis) / b[..., 1].sum(axis), method="percentile", n_resamples=4000, seed=0)
-        return i.estimate, i.low, i.high
+        return bootstrap_ci(np.reshape(values, (-1, 2)).astype(float), lambda b, axis: b[..., 0].sum(axis) / b[..., 1].sum(axis), method="percentile", n_resamples=4000, seed=0)
     if values is None:
         return None
     if label.startswith(("speed-up", "cost gap")):
         return (min if label.startswith("speed") else max)(values), None, None
-    i = t_interval(values) if np.ptp(values) == 0 else mean_interval(values, seed=seed)
-    return i.estimate, i.low, i.high
+    return t_interval(values) if np.ptp(values) == 0 else mean_interval(values, seed=seed)
 
 
 def check_run(record):
@@ -632,9 +622,7 @@ def check_run(record):
         parts = {p["label"]: p for p in c["values"] or []}
         for label, part in parts.items():
             if (want := expected(part, record["parameters"]["seed"])) is not None:
-                got = [part[k] for k in ("measured", "ci_low", "ci_high")]
-                assert [g is None for g in got] == [w is None for w in want], label
-                np.testing.assert_allclose([g for g in got if g is not None], [w for w in want if w is not None], rtol=1e-7, atol=1e-12, err_msg=label)
+                agrees(part, want)
                 checked += 1
         if c["id"] == "C3" and parts:
             for better, worse in (("SF", "none"), ("SF+SC", "SF")):
@@ -654,8 +642,13 @@ def against(c):
     return [spoil(p) for p in c["values"]]
 
 
+def test_the_smoke_run(tmp_path_factory):
+    record = load_results(papers.smoke("queueing", tmp_path_factory))
+    assert {c["id"] for c in record["claims"]} == {c.id for c in q.claims("smoke")} and check_run(record) > 0
+
+
 def test_the_committed_run():
-    record = load_results(ROOT / "results/decision/queueing/results.json")
+    record = load_results(committed("queueing"))
     claims = {c.id: c for c in q.claims("cpu")}
     assert [c["id"] for c in record["claims"]] and {c["id"] for c in record["claims"]} == set(claims) and record["incomplete"] is None
     assert check_run(record) > 30
@@ -686,7 +679,7 @@ def test_use_reads_a_byte_order_mark_and_keeps_its_files_apart(tmp_path, capsys)
     capsys.readouterr()
     both = str(tmp_path / "x.png")
     assert main(["solve", str(path), "--plot", both, "--out", both]) == 2 and not Path(both).exists()
-    assert capsys.readouterr().err == f"icl26: error: --plot and --out are the same file, {both}: give two names\n"
+    assert capsys.readouterr().err == f"icl26: error: --plot and --out: two different files are needed, got {both} for both\n"
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "a"])
@@ -697,49 +690,20 @@ def test_rounds_are_checked(bad):
 
 def test_gpu_profile_runs_on_a_tiny_model(tmp_path):
     tiny_lm(max_positions=4096, d_model=8, n_layers=1, n_heads=1, seed=0).save_pretrained(tmp_path / "model")
-    env = os.environ | {"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache")}
-    run = subprocess.run([ICL26, "reproduce", "queueing", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "model"), "--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out")],
-                         capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = (tmp_path / "out").glob("*/queueing/gpu-s0/results.json")
-    record = load_results(path)
+    record = load_results(run_command("queueing", tmp_path / "out", "--profile", "gpu", "--device", "cpu", "--model", tmp_path / "model", ICL26_TINY="1"))
     claims = {c["id"]: c for c in record["claims"]}
     assert claims["C3"]["verdict"] == claims["C4"]["verdict"] == "not reproduced" and claims["C3"]["scale"] == claims["C4"]["scale"] == "mechanism"
     assert all("no language model" in claims[k]["reason"] for k in ("C1", "C2", "C5", "C6", "own-C7", "own-C8")) and record["model_hashes"]
     assert check_run(record) == 8
 
 
-def test_gpu_profile_asks_a_server(tmp_path):
+def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
     "An OpenAI-compatible server on this machine whose answers are no formulations: searched for, scored, recorded."
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
-            choices = [{"index": i, "message": {"role": "assistant", "content": "I do not know."}} for i in range(body.get("n") or 1)]
-            data = json.dumps({"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = os.environ | {"ICL26_TINY": "1", "ICL26_CACHE": str(tmp_path / "cache"), "OPENAI_API_KEY": "sk-nothing",
-                        "ICL26_QUEUEING_SERVER": f"http://127.0.0.1:{server.server_port}/v1"}
-    run = subprocess.run([ICL26, "reproduce", "queueing", "--profile", "gpu", "--device", "cpu", "--model", "some-model", "--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out")],
-                         capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
-    server.shutdown()
-    server.server_close()
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = (tmp_path / "out").glob("*/queueing/gpu-s0/results.json")
-    claims = {c["id"]: c for c in load_results(path)["claims"]}
-    assert len(asked) > 10 and {b["model"] for b in asked} == {"some-model"}
+    with chat_server(lambda body: "I do not know.") as chat:
+        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(tmp_path / "cache"), OPENAI_API_KEY="sk-nothing", ICL26_QUEUEING_SERVER=chat.url).items():
+            monkeypatch.setenv(name, value)
+        claims = {c["id"]: c for c in run_here("queueing", tmp_path / "out", profile="gpu", device="cpu", model="some-model")["claims"]}
+    assert len(chat.asked) > 10 and {b["model"] for b in chat.asked} == {"some-model"}
     assert all("answered by a server" in claims[k]["note"] and claims[k]["verdict"] == "not reproduced" for k in ("C3", "C4"))
 
 
@@ -748,7 +712,5 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    run = subprocess.run([ICL26, "reproduce", "queueing", "--profile", "gpu", "--seeds", "0", "--jobs", "1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    (path,) = tmp_path.glob("*/queueing/gpu-s0/results.json")
-    record = load_results(path)
-    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"]), run.stdout
+    record = run_here("queueing", tmp_path, profile="gpu")
+    assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
