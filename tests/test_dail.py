@@ -198,6 +198,20 @@ def test_discriminator_shapes_and_errors():
     for obs, actions in ((torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)), (torch.zeros(5, 4), torch.zeros(5)), (torch.zeros(5, 4), torch.zeros(5, dtype=torch.bool)), (torch.zeros(5, 4), torch.full((5,), 3)), (torch.zeros(5, 4), torch.full((5,), -1))):
         with pytest.raises(ValueError):
             d(obs, actions)
+    for hidden in (8, (0,), (2.5,), (True,), "8"):
+        with pytest.raises(ValueError, match="^hidden must be"):
+            dail.Discriminator(4, 3, hidden)
+    for obs, actions in ((np.zeros((5, 4)), torch.zeros(5, dtype=torch.int64)), (torch.zeros(5, 4), np.zeros(5, int)), (torch.zeros(1, 4), [0])):
+        with pytest.raises(TypeError, match="must be a tensor"):
+            d(obs, actions)
+    with pytest.raises(ValueError, match="N actions"):
+        d(torch.zeros(1, 4), torch.tensor(0))
+    for dtype in (torch.float64, torch.float16, torch.int64):                                # what is shown comes into the network's type
+        torch.testing.assert_close(d(torch.ones(3, 4, dtype=dtype), torch.arange(3)), d(torch.ones(3, 4), torch.arange(3)))
+    for bad in (np.zeros(3), [0.0], torch.zeros(3, dtype=torch.int64)):
+        for pair, name in (((bad, torch.zeros(2)), "expert_logits"), ((torch.zeros(2), bad), "policy_logits")):
+            with pytest.raises(TypeError, match=f"^{name} must be"):
+                dail.discriminator_loss(*pair)
     for dtype in (torch.int32, torch.int16, torch.uint8):
         torch.testing.assert_close(d(torch.ones(3, 4), torch.arange(3, dtype=dtype)), d(torch.ones(3, 4), torch.arange(3)))
 
@@ -239,6 +253,11 @@ def test_every_regulariser_does_what_it_says():
         assert logit_size(kind, lr=Hyper().disc_lr) <= 0.8 * free, kind
     with pytest.raises(ValueError, match="grad_penalty"):
         DiscriminatorLearner(dail.Discriminator(2, 1), "l2")
+    with pytest.raises(ValueError, match="spectral=True"):                                    # or it would be no regulariser at all
+        DiscriminatorLearner(dail.Discriminator(2, 1), "spectral_norm")
+    for weight in (-1, math.nan, "a"):
+        with pytest.raises(ValueError, match="^weight must be"):
+            DiscriminatorLearner(dail.Discriminator(2, 1), "grad_penalty", weight=weight)
     square = lambda z: z.square().sum(-1, keepdim=True) / 2                                   # gradient z
     u = torch.zeros(4, 1)
     p = torch.tensor([[3.0, 4.0]]).expand(4, 2)
@@ -273,8 +292,14 @@ def test_wasserstein_subsamples_with_the_seed():
     for bad in ((x[:0], y), (x, y[:, :1]), (x * np.nan, y), (x[:, 0], y)):
         with pytest.raises(ValueError):
             dail.wasserstein(*bad)
-    with pytest.raises(ValueError, match="max_points"):
-        dail.wasserstein(x, y, max_points=0)
+    for name, value in (("max_points", 0), ("max_points", 2.5), ("max_points", "a"), ("max_points", None), ("max_points", math.nan), ("seed", -1), ("seed", None), ("seed", "a")):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            dail.wasserstein(x, y, **{name: value})
+    for bad in ("a", None, [[1, 2], [1]], [["a", "b"]], x * 1j, x * 1e200):
+        for pair, name in (((bad, y), "x"), ((x, bad), "y")):
+            with pytest.raises(ValueError, match=f"^{name} must be"):
+                dail.wasserstein(*pair)
+    np.testing.assert_allclose(dail.wasserstein(torch.zeros(2, 2, requires_grad=True), torch.ones(3, 2)), math.sqrt(2))
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------
@@ -325,7 +350,8 @@ def test_all_regularisers_run(demos):
 
 
 @pytest.mark.parametrize("name, value", [("n_envs", 0), ("n_steps", 0), ("epochs", 0), ("disc_updates", 0), ("disc_batch", 2.5), ("minibatch", 0), ("logit_clip", -1), ("gamma", 2), ("lam", -0.1), ("lr", 0), ("lr", math.nan),
-                                         ("entropy", -1), ("disc_weight", -1), ("hidden", (0,)), ("n_envs", True)])
+                                         ("entropy", -1), ("disc_weight", -1), ("hidden", (0,)), ("hidden", 8), ("n_envs", True), ("device", "banana"), ("device", None), ("seed", -1), ("seed", 1.5), ("seed", None),
+                                         ("seed", "a")])
 def test_settings_are_checked(demos, name, value):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         dail.AIL(corridor, demos, **{name: value})
@@ -340,8 +366,8 @@ def test_bad_arguments(demos):
             dail.AIL(corridor, bad)
     with pytest.raises(TypeError, match="reward"):
         as_reward(3)
-    for steps in (0, 3, 2.5):
-        with pytest.raises(ValueError, match="total_steps"):
+    for steps in (0, 3, 2.5, None, math.nan, math.inf, "64", [64]):
+        with pytest.raises(ValueError, match="^total_steps must be"):
             dail.AIL(corridor, demos, **FAST).fit(steps)
     for call in (lambda a: a.act(demos.obs[0]), lambda a: a.rollout(1, 0)):
         with pytest.raises(RuntimeError, match="fit"):
@@ -349,6 +375,62 @@ def test_bad_arguments(demos):
     for args in ((demos.obs, demos.actions[:3]), (demos.obs[:0], demos.actions[:0]), (np.full_like(demos.obs, np.nan), demos.actions), (demos.obs[:, 0], demos.actions)):
         with pytest.raises(ValueError):
             dail.Demos(*args)
+
+
+def test_numpy_numbers_are_numbers(demos):
+    how = FAST | dict(n_envs=np.int64(4), n_steps=np.int32(32), hidden=[np.int64(16)])
+    a, b = (dail.AIL(corridor, demos, seed=s, **h).fit(n) for s, h, n in ((np.int64(1), how, np.int64(256)), (1, FAST, 256.0)))
+    assert str(a.history_) == str(b.history_) and type(a.hyper.n_envs) is int
+
+
+def test_what_a_policy_is_shown(demos):
+    learner = dail.AIL(corridor, demos, **FAST).fit(128)
+    x = torch.from_numpy(demos.obs[:3]).requires_grad_()
+    np.testing.assert_array_equal(learner.act(x, deterministic=True), learner.act(demos.obs[:3].tolist(), deterministic=True))
+    assert learner.act(demos.obs[:0]).shape == (0,)
+    for bad in (np.full(7, np.nan), np.full((2, 7), np.inf), ["a"] * 7, None):
+        with pytest.raises(ValueError, match="^obs must be"):
+            learner.act(bad)
+    for seed in (-1, 1.5, "a", None):
+        with pytest.raises(ValueError, match="^seed must be"):
+            learner.rollout(1, seed)
+        with pytest.raises(ValueError, match="^seed must be"):
+            dail.play(corridor, lambda obs: 1, 1, seed)
+    for args, name in (((corridor, 3, 1), "act"), ((3, lambda obs: 1, 1), "make_env")):
+        with pytest.raises(TypeError, match=f"^{name} must be"):
+            dail.play(*args)
+
+
+def test_an_environment_is_closed_whatever_happens():
+    closed = []
+
+    class Closing(Corridor):
+        def close(self):
+            closed.append(1)
+
+    with pytest.raises(ZeroDivisionError):
+        dail.play(lambda seed: Closing(), lambda obs: 1 // 0, 1)
+    assert closed == [1]
+
+
+def test_demonstrations_of_every_kind(demos):
+    import pandas as pd
+
+    frame = pd.DataFrame({"a": [1, 2], "b": [0.5, True]}, dtype=object)
+    for obs, actions in ((torch.from_numpy(demos.obs).requires_grad_(), torch.from_numpy(demos.actions)), (pd.DataFrame(demos.obs), pd.Series(demos.actions)), (demos.obs.tolist(), demos.actions.tolist()),
+                         (torch.from_numpy(demos.obs).bfloat16(), demos.actions.astype(np.uint8))):
+        np.testing.assert_array_equal(dail.Demos(obs, actions).obs, demos.obs)
+        assert dail.Demos(obs, actions).actions.dtype == np.int64
+    np.testing.assert_array_equal(dail.Demos(frame, [0, 1]).obs, [[1, 0.5], [2, 1]])
+    for obs, actions, text in (([["a", "b"]], [1], "^obs must be"), ([[1, 2], [1]], [1, 0], "^obs must be"), (None, None, "^obs must be"), (demos.obs + 1j, demos.actions, "^obs must be"), (np.zeros((3, 0)), [1, 0, 1], "at least 1"),
+                               ([[1e300]], [0], "finite"), ([[1.0]], ["left"], "^actions must be"), ([[1.0]], [True], "^actions must be")):
+        with pytest.raises(ValueError, match=text):
+            dail.Demos(obs, actions)
+
+
+def test_both_logits_of_the_history_are_clamped(demos):
+    h = dail.AIL(corridor, demos, regularizer="none", **FAST | dict(logit_clip=0.01)).fit(256).history_
+    assert all(abs(row[k]) <= 0.01 + 1e-6 for row in h for k in ("logit_policy_mean", "logit_expert_mean"))
 
 
 def test_logits_are_clamped_before_any_reward_function(demos):
@@ -422,8 +504,8 @@ def test_search_edges():
         dail.RewardSearch(lambda f: math.inf, lambda p, e: "x").run()
     with pytest.raises(TypeError):
         dail.RewardSearch(lookup, lambda p, e: None).run()
-    for bad in (dict(pairs=0), dict(children=0), dict(top_k=0), dict(generations=-1), dict(pairs=1.5)):
-        with pytest.raises(ValueError):
+    for bad in (dict(pairs=0), dict(children=0), dict(top_k=0), dict(generations=-1), dict(pairs=1.5), dict(seed=-1), dict(seed=None), dict(seed="a")):
+        with pytest.raises(ValueError, match=next(iter(bad))):
             dail.RewardSearch(lookup, lambda p, e: "x", **bad)
     assert len(dail.RewardSearch(lookup, lambda p, e: "x", top_k=2, generations=0).run().population) == 2
 
@@ -446,6 +528,9 @@ def test_prompt_and_extraction():
     assert build_prompt([("x", 1.0)] * 2).count("```python") == 2 and extract_code("just x") == "just x" and extract_code("a ```py\nb\n```") == "b"
     with pytest.raises(TypeError):
         dail.LMProposer(3)
+    for bad in (dict(max_new_tokens=0), dict(temperature=-1), dict(temperature=math.nan), dict(seed=-1)):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            dail.LMProposer(lm, **bad)
 
 
 @pytest.mark.parametrize("text", ["```python3\ndef reward(x): return x\n```", "so:\r\n```python\r\ndef reward(x): return x\r\n```\r\nend", "Use ```def reward(x): return x``` here.\nIt is\ngood", "```python def reward(x): return x```",
@@ -496,8 +581,27 @@ def test_fitness_of_a_run_has_an_interval(demos):
     i = fit.interval(dail.REWARDS["dail"])
     np.testing.assert_allclose(i.estimate, value)
     np.testing.assert_allclose([i.low, i.high], [t_interval(fit.values_[dail.REWARDS["dail"].source][:, 0]).low, t_interval(fit.values_[dail.REWARDS["dail"].source][:, 0]).high])
-    with pytest.raises(ValueError, match="seeds"):
-        dail.AILFitness(corridor, demos, steps=1, seeds=())
+    assert fit("dail") == value and len(fit.values_) == 1                                     # by name, from what is kept
+    for bad, text in ((dict(seeds=()), "seeds"), (dict(seeds=3), "seeds"), (dict(seeds=(0, -1)), "seeds"), (dict(seeds=(0, 0)), "twice"), (dict(steps=0), "^steps must be"), (dict(steps=3), "n_envs = 4"), (dict(steps=None), "^steps must be"),
+                      (dict(episodes=0), "^episodes must be"), (dict(reward="gail"), "^reward is not"), (dict(algo="dqn"), "ppo"), (dict(speed=1), "n_envs")):
+        with pytest.raises(ValueError, match=text):
+            dail.AILFitness(corridor, demos, **FAST | dict(steps=128) | bad)
+    with pytest.raises(TypeError, match="demos"):
+        dail.AILFitness(corridor, None, steps=128)
+    with pytest.raises(ValueError, match="two or more"):
+        dail.AILFitness(corridor, demos, steps=128, seeds=(0,), **FAST).interval("dail")
+
+
+def test_what_is_measured_does_not_start_where_the_demonstrations_did(demos):
+    "The same player in both records is at a distance, for the episodes are others."
+    seen = []
+
+    def watched(seed):
+        seen.append(seed)
+        return Corridor()
+
+    dail.AILFitness(watched, demos, steps=128, seeds=(0,), episodes=1, **FAST)("dail")
+    assert seen[-1] not in (0, 1, 2) and seen[-1] == 1_000_000                                # `demos` are of seed 0
 
 
 # -- the laboratory --------------------------------------------------------------------------------------------------
@@ -530,8 +634,24 @@ def test_a_mirror_step_by_hand():
     double = dail.compile_reward(f"2 * {dail.REWARDS['dail'].source}")
     a, b = (dail.tabular_ail(lab, f, 3, unit_scale=True)["policy"] for f in (dail.REWARDS["dail"], double))
     np.testing.assert_allclose(a, b, atol=1e-12)                                              # scale cannot matter there
-    with pytest.raises(ValueError):
-        dail.tabular_ail(lab, double, 0)
+    for name, value in (("steps", 0), ("steps", 1.5), ("eta", 0), ("eta", -1), ("eta", math.nan), ("eta", "a")):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            dail.tabular_ail(lab, double, **{name: value})
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            dail.TabularFitness(lab, **{name: value})
+    np.testing.assert_array_equal(dail.tabular_ail(lab, "dail", 3)["returns"], dail.tabular_ail(lab, dail.REWARDS["dail"], 3)["returns"])
+    for bad, error in (("best", ValueError), (None, TypeError), (lambda x: x, TypeError)):
+        with pytest.raises(error, match="^reward must be"):
+            dail.tabular_ail(lab, bad)
+    for call in (lambda: dail.tabular_ail(3, double), lambda: dail.TabularFitness(3)):
+        with pytest.raises(TypeError, match="^worlds must be"):
+            call()
+    for name, value in (("size", 1), ("size", 2.5), ("demos", 0), ("horizon", 0), ("slip", 2), ("walls", -1), ("walls", math.nan), ("gamma", 1.5), ("gamma", "a")):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            dail.gridworlds([0], **{name: value})
+    for seeds in ([], 3, [-1], ["a"], "12"):
+        with pytest.raises(ValueError, match="seeds"):
+            dail.gridworlds(seeds)
 
 
 def test_the_search_does_not_see_the_worlds_it_is_measured_on():
@@ -631,7 +751,7 @@ def test_smoke_measures_all_but_c6(smoke):
 def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
     record = load_results(tiny)
     assert record["parameters"]["profile"] == "gpu" and record["parameters"]["device"] == "cpu"
-    assert all(c["verdict"] != "not run" and "tiny" in c["note"] for c in record["claims"])
+    assert all(c["verdict"] != "not run" and "tiny" in c["note"] and c["scale"] == "mechanism" for c in record["claims"])
     assert {"curves.png", "logits.png", "search.png", "regularisers.png"} <= {p.name for p in (tiny.parent / "figures").iterdir()}
 
 
@@ -681,6 +801,14 @@ def test_numbers_against_the_paper_are_not_reproduced():
         dail.claims("big")
 
 
+def test_a_claim_has_the_scale_of_its_weakest_part():
+    scale = {(p, c.id): c.scale for p in ("smoke", "cpu", "gpu") for c in dail.claims(p)}
+    for p in ("smoke", "cpu", "gpu"):
+        assert {scale[p, i] for i in ("C1", "C2", "C3")} == {"small-model"} and {scale[p, i] for i in ("own-C8", "own-C9")} == {"mechanism"}   # a part of these two is always in gridworlds
+        assert {scale[p, i] for i in ("C4", "C5", "C6", "own-C7")} == {"small-model" if p == "gpu" else "mechanism"}
+    assert {c.scale for c in dail.claims("gpu", tiny=True)} == {"mechanism"}
+
+
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -699,8 +827,58 @@ def test_command(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"nothing")
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     for argv, text in ((["train", "CartPole-v1", tmp_path / "bad.npz"], "bad.npz"), (["train", "CartPole-v1", tmp_path / "bad.csv"], "`action`"), (["train", "Nowhere-v3", tmp_path / "d.npz"], "Nowhere-v3"),
-                       (["train", "minatar:pong", tmp_path / "d.npz"], "pong"), (["train", "CartPole-v1", tmp_path / "no.npz"], "no.npz"), (["train", "CartPole-v1", tmp_path / "d.npz", "--steps", "3"], "total_steps"),
+                       (["train", "minatar:pong", tmp_path / "d.npz"], "pong"), (["train", "CartPole-v1", tmp_path / "no.npz"], "no.npz"), (["train", "CartPole-v1", tmp_path / "d.npz", "--steps", "3"], "--steps"),
                        (["train", "CartPole-v1", tmp_path / "d.npz", "--reward", "x.y"], "--reward"), (["train", "CartPole-v1", tmp_path / "d.npz", "--regularizer", "x"], "--regularizer"),
                        (["train", "CartPole-v1", tmp_path / "d.npz", "--seed", "-1"], "--seed"), (["check", "1 / x"], "not finite")):
         code, out, err = run(*argv)
         assert code == 2 and out == "" and text in err and err.count("\n") == 1, (argv, err)
+
+
+def test_formulas_that_begin_with_a_minus():
+    want = {name: [f"  r({a:g}) = {b:.6g}" for a, b in zip((-2.0, 1.0), dail.REWARDS[name](torch.tensor([-2.0, 1.0], dtype=torch.float64)).tolist())] for name in ("gail_heuristic", "fairl")}
+    for name in want:
+        for text in (name, dail.REWARDS[name].source, dail.REWARDS[name].source.replace(" ", "")):
+            code, out, err = run("check", text)
+            assert code == 0 and all(line in out for line in want[name]), (text, err)
+    assert use.formulas(["train", "e", "d", "--reward", "-x", "--steps", "3"]) == ["train", "e", "d", "--reward=-x", "--steps", "3"] and run("check", "--help")[0] == 0
+    assert use.formulas(["train", "e", "d", "--reward", "--steps", "3"]) == ["train", "e", "d", "--reward", "--steps", "3"]
+
+
+@pytest.mark.parametrize("name, text", [("cut.npz", "damaged"), ("bytes.npz", "damaged"), ("array.npz", "single array"), ("empty.npz", "damaged"), ("words.npz", "obs must be"), ("complex.npz", "obs must be"), ("latin.csv", "UTF-8"), ("only.csv", "`action`"),
+                                        ("semi.csv", "`action`"), ("short.csv", "line 4 has 2 columns"), ("word.csv", "not a table"), ("file.txt", ".npz or .csv")])
+def test_files_that_are_none(tmp_path, name, text):
+    d = dail.Demos(np.arange(12.0).reshape(3, 4), [0, 1, 0])
+    np.savez_compressed(tmp_path / "good.npz", obs=d.obs, actions=d.actions)
+    good = (tmp_path / "good.npz").read_bytes()
+    np.save(tmp_path / "a.npy", d.obs)
+    {"cut.npz": lambda p: p.write_bytes(good[: len(good) // 2]), "bytes.npz": lambda p: p.write_bytes(good[:60] + bytes(30) + good[90:]), "array.npz": lambda p: p.write_bytes((tmp_path / "a.npy").read_bytes()),
+     "empty.npz": lambda p: p.write_bytes(b""), "words.npz": lambda p: np.savez(p, obs=np.array([["a"]]), actions=[0]), "complex.npz": lambda p: np.savez(p, obs=d.obs + 1j, actions=d.actions),
+     "latin.csv": lambda p: p.write_bytes("é,action\n1,0\n".encode("latin1")), "only.csv": lambda p: p.write_text("action\n1\n"), "semi.csv": lambda p: p.write_text("a;action\n1;0\n"),
+     "short.csv": lambda p: p.write_text("a,b,action\n1,2,0\n\n1,2\n"), "word.csv": lambda p: p.write_text("a,action\n1,left\n"), "file.txt": lambda p: p.write_text("a,action\n1,0\n")}[name](tmp_path / name)
+    with pytest.raises(ValueError, match=name) as e:
+        dail.load_demos(tmp_path / name)
+    assert text in str(e.value)
+
+
+def test_files_with_the_marks_of_other_programs(tmp_path):
+    for name, text in (("bom.csv", "\ufeffa,b,action\n1,2,0\n3,4,1\n"), ("blank.csv", "a,b,action\n1,2,0\n\n3,4,1\n\n\n"), ("CRLF.CSV", "a,b,action\r\n1,2,0\r\n3,4,1\r\n")):
+        (tmp_path / name).write_bytes(text.encode())
+        d = dail.load_demos(tmp_path / name)
+        np.testing.assert_array_equal(d.obs, [[1, 2], [3, 4]])
+        assert d.actions.tolist() == [0, 1]
+
+
+def test_mistakes_are_found_before_training(tmp_path, monkeypatch):
+    np.savez(tmp_path / "d.npz", obs=np.zeros((3, 4)), actions=[0, 1, 0])
+    (tmp_path / "folder.pt").mkdir()
+    monkeypatch.setattr(use.AIL, "fit", lambda *a: pytest.fail("it trained"))
+    for argv, text in ((["CartPole-v1", "--episodes", 0], "--episodes"), (["CartPole-v1", "--out", tmp_path / "folder.pt"], "--out"), (["CartPole-v1", "--out", tmp_path / "none" / "p.pt"], "--out"), (["CartPole-v1", "--steps", 15], "--steps"),
+                       (["Broken-v0"], "cannot be made"), (["Pendulum-v1"], "discrete actions")):
+        if argv[0] == "Broken-v0":
+            def make():
+                raise gym.error.DependencyNotInstalled("its engine is not installed")
+
+            gym.register("Broken-v0", entry_point=make)
+        code, out, err = run("train", argv[0], tmp_path / "d.npz", *argv[1:])
+        assert code == 2 and out == "" and text in err and err.count("\n") == 1, (argv, err)
+    gym.registry.pop("Broken-v0")

@@ -63,16 +63,18 @@ def by_difference(parts: str, up: bool = True) -> dict:
     return dict(higher_is_better=up, reproduced=[holds(test[0], 0.0, parts=parts)], partly=[holds(test[1], 0.0, parts=parts)])
 
 
-def paper_claims(mechanism: bool) -> list[Claim]:
-    "C1 to C6; `mechanism`: C4 to C6 are measured in the laboratory."
-    lab = "mechanism" if mechanism else "small-model"
+def paper_claims(
+    games: str,  # scale of C1 to C3
+    lab: str,  # scale of C4 to C6
+) -> list[Claim]:
+    "C1 to C6."
     return [
-        Claim("C1", statement="Reward functions that are negative (AIRL, GAIL-heuristic) fail on MinAtar: ending the episode early pays", source="main results", scale="small-model",
+        Claim("C1", statement="Reward functions that are negative (AIRL, GAIL-heuristic) fail on MinAtar: ending the episode early pays", source="main results", scale=games,
               paper_value="GAIL ~0.55, AIRL ~0.30, GAIL-heuristic ~0.25 (read off a figure)", unit="share of the expert's return: half of GAIL's − the function's, the smaller",
               reproduced=[holds("above", 0.0, parts="below half: *"), holds("above", 0.0, parts="apart: *")], partly=[holds("above", 0.0, parts="below half: *")]),
-        Claim("C2", statement="DAIL beats GAIL, the best hand-made function, on MinAtar", source="main results", scale="small-model", paper_value=0.30,
+        Claim("C2", statement="DAIL beats GAIL, the best hand-made function, on MinAtar", source="main results", scale=games, paper_value=0.30,
               unit="normalised return, DAIL − GAIL", **by_difference("all")),
-        Claim("C3", statement="DAIL's policy ends with lower entropy than GAIL's", source="figure of policy entropy", scale="small-model", paper_value="lower",
+        Claim("C3", statement="DAIL's policy ends with lower entropy than GAIL's", source="figure of policy entropy", scale=games, paper_value="lower",
               unit="nats, DAIL − GAIL", **by_difference("all", up=False)),
         Claim("C4", statement="Both factors matter: dail > half_tanh > sigmoid", source="component ablation", scale=lab, paper_value="ordering",
               unit="normalised return, the smaller of two adjacent differences", **by_difference("* − *, raw")),
@@ -83,15 +85,17 @@ def paper_claims(mechanism: bool) -> list[Claim]:
     ]
 
 # %% ../../../nbs/decision/dail/06_claims.ipynb #da95de9b
-def own_claims(mechanism: bool) -> list[Claim]:
-    "own-C7 to own-C9."
+def own_claims(
+    lab: str,  # scale of own-C7
+) -> list[Claim]:
+    "own-C7 to own-C9; a part of the last two is measured in the laboratory at every profile, and the weakest part gives the scale."
     return [
         Claim("own-C7", statement="At equal numbers of proposals the language model finds a better function than mutation of expression trees (one search of the model: the interval is over worlds, not over searches)", source="ours",
-              scale="mechanism" if mechanism else "small-model", unit="distance on fresh worlds or seeds, mutation − language model", **by_difference("mutation − language model")),
-        Claim("own-C8", statement="Control: one function under two names, and in two texts, gives the same results", source="ours", scale="small-model",
+              scale=lab, unit="distance on fresh worlds or seeds, mutation − language model", **by_difference("mutation − language model")),
+        Claim("own-C8", statement="Control: one function under two names (on a game), and in two texts (in the laboratory), gives the same results", source="ours", scale="mechanism",
               unit="largest absolute difference", reproduced=[holds("at_most", 0.0, parts="same text: *"), holds("at_most", 1e-6, parts="other text: *")], partly=[]),
-        Claim("own-C9", statement="Broken on purpose: with its reward negated GAIL loses C1's verdict, and with the sign of the logit flipped the function found loses C5's", source="ours",
-              scale="small-model", unit="share of the expert's return: half of the negated GAIL's − the function's, the smaller",
+        Claim("own-C9", statement="Broken on purpose: with its reward negated GAIL loses C1's verdict (on a game), and with the sign of the logit flipped the function found loses C5's (in the laboratory)", source="ours",
+              scale="mechanism", unit="share of the expert's return: half of the negated GAIL's − the function's, the smaller",
               reproduced=[holds("above", 0.0, parts="unbroken, below half: *"), holds("at_most", 0.0, parts="negated, below half: *", need="any"), holds("interval_below", 0.0, parts="flipped: *")],
               partly=[]),
     ]
@@ -99,8 +103,10 @@ def own_claims(mechanism: bool) -> list[Claim]:
 
 def claims(
     profile: str = "cpu",  # "smoke", "cpu" or "gpu": where C4 to C6 are measured
+    tiny: bool = False,  # profile gpu at the sizes of a test: a check of the code, nothing about the paper
 ) -> list[Claim]:
     "All claims of this paper, in the order of the page. ValueError for an unknown profile."
     if profile not in ("smoke", "cpu", "gpu"):
         raise ValueError(f"profile must be smoke, cpu or gpu, got {profile!r}")
-    return paper_claims(profile != "gpu") + own_claims(profile != "gpu")
+    games, lab = ("mechanism" if made_up else "small-model" for made_up in (tiny, tiny or profile != "gpu"))
+    return paper_claims(games, lab) + own_claims(lab)

@@ -61,7 +61,7 @@ class RewardSearch:
         for name, f in (("fitness", fitness), ("proposer", proposer)):
             if not callable(f):
                 raise TypeError(f"{name} must be callable, got {type(f).__name__}")
-        for name, n, least in (("pairs", pairs, 1), ("children", children, 1), ("top_k", top_k, 1), ("generations", generations, 0)):
+        for name, n, least in (("pairs", pairs, 1), ("children", children, 1), ("top_k", top_k, 1), ("generations", generations, 0), ("seed", seed, 0)):
             check_count(name, n, least)
         self.fitness, self.proposer, self.pairs, self.children, self.generations, self.seed = fitness, proposer, pairs, children, generations, seed
         self.top_k = int(top_k)
@@ -158,9 +158,13 @@ class LMProposer:
         temperature: float = 1.0,
         seed: int = 0,  # call k samples with seed + k
     ):
-        "TypeError for an object that cannot generate."
+        "TypeError for an object that cannot generate, ValueError for numbers out of range."
         if not callable(getattr(lm, "generate", None)):
             raise TypeError(f"lm must be a language model with a method generate, got {type(lm).__name__}")
+        check_count("max_new_tokens", max_new_tokens)
+        check_count("seed", seed, 0)
+        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be a number of at least 0, got {temperature!r}")
         self.lm, self.max_new_tokens, self.temperature, self.seed, self.calls = lm, max_new_tokens, temperature, seed, 0
         tokenizer = getattr(lm, "tokenizer", None)
         self.chat = getattr(tokenizer, "chat_template", None) is not None
@@ -204,6 +208,7 @@ class RandomExpressions:
     "A proposer that ignores the parents."
 
     def __init__(self, seed: int = 0):
+        check_count("seed", seed, 0)
         self.rng = np.random.default_rng(seed)
 
     def __call__(self, parents: Sequence[tuple[str, float]], errors: Sequence[str]) -> str:
@@ -261,6 +266,7 @@ class ExpressionMutation:
     "A proposer that changes one part of the first parent's tree."
 
     def __init__(self, seed: int = 0):
+        check_count("seed", seed, 0)
         self.rng = np.random.default_rng(seed)
 
     def tree(self, source: str) -> ast.expr:
