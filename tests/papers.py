@@ -1,11 +1,12 @@
 """What the tests of a paper do with its reproduction: run it, in this process or by the command, and share one run."""
+import contextlib
 import inspect
+import io
 import json
 import os
 import shutil
 import threading
 import warnings
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def printed(code, cwd, **env):
 def use_command(slug, *args, cwd, **env):
     "A finished `icl26 use SLUG` in the folder `cwd`."
     return icl26("use", slug, *args, cwd=cwd, timeout=200, **env)
+
+
+def said(main, *argv):
+    "Exit code, stdout and stderr of a command's main function, run in this process."
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return main([str(a) for a in argv]), out.getvalue(), err.getvalue()
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ class Chat:
         self.url, self.asked = f"http://127.0.0.1:{port}/v1", []
 
 
-@contextmanager
+@contextlib.contextmanager
 def chat_server(answer):
     """A server on this machine for as long as the context lasts.
 

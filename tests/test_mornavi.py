@@ -1,7 +1,5 @@
 "mornavi: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
 
-import contextlib
-import io
 import itertools
 import json
 import math
@@ -11,7 +9,7 @@ import warnings
 import numpy as np
 import papers
 import pytest
-from papers import committed, once, plain_signature, run_command, run_here, use_command
+from papers import committed, once, plain_signature, run_command, run_here, said, use_command
 from recompute import agrees, made_up as p, mean_again
 from scipy.optimize import linprog, minimize
 
@@ -654,9 +652,7 @@ def test_claims_are_the_same_for_every_profile_and_reject_others():
 
 
 def run(*argv):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return use.main([str(a) for a in argv]), out.getvalue(), err.getvalue()
+    return said(use.main, *argv)
 
 
 def test_the_command_without_nashpy_says_what_to_install(tmp_path, monkeypatch):
