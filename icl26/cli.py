@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['EXAMPLES', 'outcome', 'paper_lines', 'list_papers', 'paper_command', 'use', 'CommandParser', 'command',
-           'add_reproduce', 'parser', 'reproduce', 'site', 'dispatch', 'main']
+           'check_outputs', 'add_reproduce', 'parser', 'reproduce', 'site', 'dispatch', 'main']
 
 # %% ../nbs/04_cli.ipynb #cdc40a1d
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from . import __version__
 from .repro.claims import VERDICTS
@@ -115,6 +116,35 @@ def command(
         text = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else explain(e)
         print(f"icl26: error: {text.strip() or type(e).__name__}", file=sys.stderr)
         return 1 if isinstance(e, failed) else 2
+
+
+def check_outputs(
+    outputs: Mapping[str, str | None],  # option -> the file that it names, or None
+    inputs: Iterable[str | Path] = (),  # files that must stay as they are
+    endings: Mapping[str, Sequence[str]] = {},  # option -> what its file's name may end in
+) -> None:
+    """Whether a command can write what it is asked to, before it works for an hour.
+
+    ValueError that names the option: another ending, a folder, no folder or permission to write there, an input, or two options with one file."""
+    asked = {option: Path(target) for option, target in outputs.items() if target is not None}
+    for option, path in asked.items():
+        if option in endings and path.suffix.lower() not in endings[option]:
+            raise ValueError(f"{option}: want a name that ends in {' or '.join(endings[option])}, got {path}")
+        if path.is_dir():
+            raise ValueError(f"{option}: {path} is a folder; give the name of a file")
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ValueError(f"{option}: {path}: there is no folder {folder}")
+        if not os.access(folder, os.W_OK) or path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{option}: {path}: no permission to write there")
+        if any(_same_file(path, Path(i)) for i in inputs):
+            raise ValueError(f"{option}: {path} is an input file, which would be overwritten; give another name")
+        if twin := next((o for o, other in asked.items() if o != option and _same_file(path, other)), None):
+            raise ValueError(f"{option} and {twin}: two different files are needed, got {path} for both")
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.resolve() == b.resolve() or a.exists() and b.exists() and a.samefile(b)
 
 # %% ../nbs/04_cli.ipynb #fccb5c87
 EXAMPLES = {

@@ -22,7 +22,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 import textwrap
 from base64 import b64decode

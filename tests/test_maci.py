@@ -695,3 +695,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
     errors = [x for x in run.stderr.splitlines() if "warning" not in x]
     assert run.returncode == 2 and text in run.stderr and errors[0].startswith(
         "icl26: error:") and "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("labels, text", [
+    ([None, [1, 0]], r"labels\[0\]: want an array with True or False for each claim, got None"), ([[1, 0], 1], r"labels\[1\]: want an array"),
+    ([["yes", "no"], [1, 0]], "want True .supported. or False for each claim, got 'yes'"), ([[1, 0], [1]], r"labels\[1\]: want one label a claim, got 1 for 2 claims")])
+def test_labels_that_are_none_are_named(labels, text):
+    scores = [np.array([0.2, 0.3]), np.array([0.6, 0.7])]
+    with pytest.raises(ValueError, match=text):
+        m.MACI(alpha=0.5).fit(scores, labels)
+    with pytest.raises(ValueError, match=text):
+        m.factual_coverage([np.ones(2, bool)] * 2, labels)

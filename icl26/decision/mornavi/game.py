@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .worst_case import WORST, check_radius, check_rows, divergence_of, kl_worst_case, tv_worst_case
+from .worst_case import WORST, check_radius, check_rows, divergence_of
 from ..tabular import random_game
 
 # %% ../../../nbs/decision/mornavi/01_game.ipynb #bbe7c208

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXAMPLE', 'names_of', 'game_from', 'read_game', 'example', 'solution', 'step_lines', 'show_solution', 'plot_solution',
-           'build_parser', 'parse_radii', 'check_targets', 'run_solve', 'plain', 'main']
+           'build_parser', 'parse_radii', 'run_solve', 'plain', 'main']
 
 # %% ../../../nbs/decision/mornavi/07_use.ipynb #a0197463
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
 from .equilibrium import solve_game
 from .game import MarkovGame, check_radii, robust_gaps, robust_values, two_step_game
 from .robustness import support_shift, visiting
@@ -177,27 +177,10 @@ def parse_radii(text: str) -> list[float]:
     return radii
 
 
-def check_targets(a: argparse.Namespace) -> None:
-    "ValueError for an output that is the input, has no folder, or has an unknown ending, before anything is computed."
-    for option in ("plot", "out"):
-        target = getattr(a, option)
-        if target is None:
-            continue
-        if not Path(target).absolute().parent.is_dir():
-            raise ValueError(f"--{option}: the folder of {target} does not exist")
-        if Path(target).resolve() == Path(a.file).resolve():
-            raise ValueError(f"--{option}: {target} is the game itself")
-        if Path(target).is_dir():
-            raise ValueError(f"--{option}: {target} is a folder")
-    if a.plot and a.out and Path(a.plot).resolve() == Path(a.out).resolve():
-        raise ValueError("--plot and --out: two different files are needed")
-    if a.plot and Path(a.plot).suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--plot: a name that ends in .png, .pdf or .svg is needed, got {a.plot}")
-
 # %% ../../../nbs/decision/mornavi/07_use.ipynb #01e15708
 def run_solve(a: argparse.Namespace) -> None:
     "Solve, write what was asked for, print."
-    check_targets(a)
+    check_outputs({"--plot": a.plot, "--out": a.out}, [a.file], {"--plot": (".png", ".pdf", ".svg")})
     game, names = read_game(a.file)
     radii = parse_radii(a.radius)
     found = solution(game, radii[0] if len(radii) == 1 else radii, a.divergence, a.kind)

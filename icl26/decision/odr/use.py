@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
 from ..envs import PARAMETER_KINDS, MujocoSim, clipped, get_params, make_env
 from .dropo import DROPO
 from .mle import ODR, Identifiability, NotAtRest, identifiability, point_estimate
@@ -464,14 +464,7 @@ def check_arguments(
     check_threads(args.threads, "--threads")
     if args.noise_sd is not None and not 0 < args.noise_sd < np.inf:
         raise ValueError(f"--noise-sd must be positive and finite, got {args.noise_sd}")
-    if args.out is not None:
-        out = Path(args.out)
-        if out.resolve() == Path(args.log).resolve():
-            raise ValueError(f"--out: {out} is the log itself, which would be overwritten; give another name")
-        if out.is_dir() or not out.parent.is_dir():
-            raise ValueError(f"--out: cannot write {out}: " + ("a folder" if out.is_dir() else "its folder is missing"))
-        if not os.access(out if out.exists() else out.parent, os.W_OK):
-            raise ValueError(f"--out: no permission to write {out}")
+    check_outputs({"--out": args.out}, [args.log])
 
 # %% ../../../nbs/decision/odr/06_use.ipynb #c97be7cd
 def main(

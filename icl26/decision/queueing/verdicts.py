@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...repro import Claim, holds
-from ...stats import bootstrap_ci, mean_interval, paired_difference, t_interval, wilson
+from ...stats import bootstrap_ci, mean_interval, t_interval, wilson
 
 # %% ../../../nbs/decision/queueing/07_verdicts.ipynb #a52a09d5
 def share_part(label: str, hits: Sequence[bool]) -> dict:

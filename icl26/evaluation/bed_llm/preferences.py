@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .agent import BEDAgent, match_answer
+from .agent import BEDAgent
 from .beliefs import key
 from .worlds import History, LMWorld, TableWorld, as_prompt, history_text, one_line, parse_list
 

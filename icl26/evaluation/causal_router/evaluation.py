@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import scipy.stats
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import clone
 from sklearn.model_selection import StratifiedKFold
 from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils import check_random_state

@@ -6,7 +6,7 @@
 __all__ = ['WORDS', 'FIELDS', 'FORMAT', 'Table', 'read_frame', 'number_column', 'gold_of', 'pref_of', 'read_table', 'read_tables',
            'Rotation', 'principal_components', 'Forest', 'StoredRouter', 'load_router', 'quality_curve', 'forests',
            'split_rows', 'held_out', 'fit_router', 'judge', 'diagnose', 'route_table', 'show_fit', 'show_route',
-           'build_parser', 'check_out', 'write_frame', 'run_fit', 'run_route', 'main']
+           'build_parser', 'write_frame', 'run_fit', 'run_route', 'main']
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #aa637ac9
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
 from .data import SCALES
 from .evaluation import bias_map, efficiency_gain, gain_interval, heterogeneity_test, overlap_report
 from .labels import bundled_embedder, cell_text, components
@@ -528,18 +528,6 @@ def build_parser() -> CommandParser:
     return parser
 
 # %% ../../../nbs/evaluation/causal_router/07_use.ipynb #4b5aea1d
-def check_out(out: str | None, endings: Sequence[str], *inputs: str) -> None:
-    "ValueError, before any work, for an output that is an input, has another ending or no folder."
-    if out is None:
-        return
-    if Path(out).suffix.lower() not in endings:
-        raise ValueError(f"{out}: want a name that ends in {' or '.join(endings)}")
-    if any(Path(out).resolve() == Path(file).resolve() for file in inputs):
-        raise ValueError(f"{out} is an input file, which would be overwritten; give another name")
-    if not Path(out).resolve().parent.is_dir():
-        raise ValueError(f"{out}: there is no folder {Path(out).resolve().parent}")
-
-
 def write_frame(frame: pd.DataFrame, out: str) -> None:
     "A CSV or Parquet file, written under a temporary name first."
     part = Path(out).with_name(f".{Path(out).name}.{os.getpid()}.part")
@@ -552,8 +540,7 @@ def write_frame(frame: pd.DataFrame, out: str) -> None:
 
 def run_fit(a: argparse.Namespace) -> str:
     "Fit, write router and curve, and give the report; warnings go to standard error."
-    check_out(a.out, (".npz",), *a.tables)
-    check_out(a.curve, (".csv", ".parquet"), *a.tables)
+    check_outputs({"--out": a.out, "--curve": a.curve}, a.tables, {"--out": (".npz",), "--curve": (".csv", ".parquet")})
     for name, value, least in (("--trees", a.trees, 1), ("--components", a.components, 1), ("--folds", a.folds, 2), ("--test", a.test, 0), ("--gold", a.gold if a.gold is not None else 10, 10), ("--seed", a.seed, 0)):
         if value < least:
             raise ValueError(f"{name}: want at least {least}, got {value}")
@@ -571,7 +558,7 @@ def run_fit(a: argparse.Namespace) -> str:
 
 def run_route(a: argparse.Namespace) -> str:
     "Route, write the table, and say what it amounts to."
-    check_out(a.out, (".csv", ".parquet"), a.router, a.table)
+    check_outputs({"--out": a.out}, [a.router, a.table], {"--out": (".csv", ".parquet")})
     if a.price is not None and a.budget is not None:
         raise ValueError("--price, --budget: each decides alone where queries go; give one of them")
     stored = load_router(a.router)

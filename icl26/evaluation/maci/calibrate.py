@@ -18,7 +18,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from .ensemble import check_method, ensemble_weights
-from .filter import check_rule, clean, document_labels, flat_conformity, flat_retain
+from .filter import check_counts, check_rule, clean, document_labels, flat_conformity, flat_retain
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #b915d8e4
 def check_alpha(alpha: float) -> float:
@@ -106,9 +106,7 @@ def flatten_labels(
     sizes = np.diff(offsets)
     if len(labels) != sizes.size:
         raise ValueError(f"labels: want one array a document, got {len(labels)} for {sizes.size} documents")
-    if wrong := np.flatnonzero(np.fromiter(map(len, labels), int, len(labels)) != sizes).tolist():
-        i = wrong[0]
-        raise ValueError(f"labels[{i}]: want one label a claim, got {len(labels[i])} for {sizes[i]} claims")
+    check_counts(labels, sizes)
     flat = [a for a in map(np.asarray, labels) if a.size]
     return document_labels(np.concatenate(flat) if flat else np.zeros(0, bool), int(offsets[-1]))
 

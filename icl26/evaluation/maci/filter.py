@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['RULES', 'DROP_CLIP', 'clean', 'sorted_levels', 'log_levels', 'one_document', 'check_u', 'sorted_costs', 'check_rule',
            'retain', 'document_labels', 'sorted_conformity', 'conformity', 'by_length', 'flat_conformity',
-           'flat_retain', 'spread_atom', 'factual_coverage', 'true_or_false', 'covered', 'retention']
+           'flat_retain', 'spread_atom', 'factual_coverage', 'true_or_false', 'claim_counts', 'check_counts', 'covered',
+           'retention']
 
 # %% ../../../nbs/evaluation/maci/01_filter.ipynb #4c47d644
 from collections.abc import Iterator, Sequence
@@ -109,7 +110,7 @@ def document_labels(labels: Sequence[bool], n: int, name: str = "labels") -> np.
     if y.shape != (n,):
         raise ValueError(f"{name}: want one label a claim, shape ({n},), got shape {y.shape}")
     if y.dtype != bool and not np.isin(y, (0, 1)).all():
-        raise ValueError(f"{name}: want True (supported) or False for each claim, got {y[~np.isin(y, (0, 1))][0]!r}")
+        raise ValueError(f"{name}: want True (supported) or False for each claim, got {y[~np.isin(y, (0, 1))].tolist()[0]!r}")
     return y.astype(bool)
 
 
@@ -215,15 +216,34 @@ def true_or_false(
     return document_labels(a, a.size, name)
 
 
+def claim_counts(
+    name: str,  # of the argument, for the message
+    parts: Sequence[np.ndarray],  # one array a document
+) -> np.ndarray:  # (documents,) lengths
+    "How many claims each document has. ValueError for one that is no array."
+    for i, a in enumerate(parts):
+        if not hasattr(a, "__len__") or isinstance(a, str) or np.ndim(a) == 0:
+            raise ValueError(f"{name}[{i}]: want an array with True or False for each claim, got {a!r}")
+    return np.array([len(a) for a in parts])
+
+
+def check_counts(
+    labels: Sequence[np.ndarray],  # one array a document
+    sizes: np.ndarray,  # (documents,) claims of each
+) -> None:
+    "ValueError for a document with more or fewer labels than claims."
+    counts = claim_counts("labels", labels)
+    for i in np.flatnonzero(counts != sizes)[:1]:
+        raise ValueError(f"labels[{i}]: want one label a claim, got {counts[i]} for {sizes[i]} claims")
+
+
 def covered(masks: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> np.ndarray:
     "(n,) bool: whether all kept claims of each document are true. ValueError as in `factual_coverage`."
     if len(masks) != len(labels) or not len(masks):
         raise ValueError(
             f"masks, labels: want one each a document, and at least one, got {len(masks)} and {len(labels)}")
-    sizes = np.array([len(m) for m in masks])
-    if wrong := [i for i, y in enumerate(labels) if len(y) != sizes[i]]:
-        i = wrong[0]
-        raise ValueError(f"labels[{i}]: want one label a claim, got {len(labels[i])} for {sizes[i]} claims")
+    sizes = claim_counts("masks", masks)
+    check_counts(labels, sizes)
     kept, true = (true_or_false(name, [a for a in map(np.asarray, x) if a.size])
                   for name, x in (("masks", masks), ("labels", labels)))
     bad = kept & ~true

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OPTION', 'ClaimFile', 'read_claim_file', 'group_name', 'expected', 'calibrate', 'load_filter', 'document_coins',
-           'check_fit', 'apply_filter', 'show_calibration', 'show_application', 'build_parser', 'check_out',
-           'in_options', 'check_seed', 'run_calibrate', 'run_apply', 'main']
+           'check_fit', 'apply_filter', 'show_calibration', 'show_application', 'build_parser', 'in_options',
+           'check_seed', 'run_calibrate', 'run_apply', 'main']
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #b1b4583d
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
 from .calibrate import MACI, coverage_range, smallest_group
 from .filter import covered, factual_coverage
 from ...repro.results import write_text
@@ -347,15 +347,6 @@ def build_parser() -> CommandParser:
     return parser
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #3ceb8f5a
-def check_out(out: str | None, *inputs: str) -> None:
-    "ValueError, before any work, if the output is a folder, in none, or one of the input files."
-    if out and Path(out).is_dir():
-        raise ValueError(f"--out: {out} is a folder; give the name of a file")
-    for file in inputs:
-        if out and Path(out).resolve() == Path(file).resolve():
-            raise ValueError(f"--out: {out} is an input file, which would be overwritten; give another name")
-
-
 OPTION = {"alpha": "--alpha", "target_tpr": "--target-tpr", "method": "--weights", "weights": "--weights",
           "rule": "--rule", "repeats": "--repeats", "random_state": "--seed", "seed": "--seed"}
 
@@ -375,7 +366,7 @@ def check_seed(seed: int | None) -> None:
 
 def run_calibrate(a: argparse.Namespace) -> str:
     "Calibrate, write the filter, and give the report; warnings go to standard error."
-    check_out(a.out, a.file)
+    check_outputs({"--out": a.out}, [a.file])
     check_seed(a.seed)
     made = calibrate(read_claim_file(a.file, labels=True), alpha=a.alpha, rule=a.rule, weights=a.weights,
                      target_tpr=a.target_tpr, seed=a.seed, repeats=a.repeats)
@@ -387,7 +378,7 @@ def run_calibrate(a: argparse.Namespace) -> str:
 
 def run_apply(a: argparse.Namespace) -> str:
     "Apply a filter, write the claims with their verdict, and give the report."
-    check_out(a.out, a.filter, a.file)
+    check_outputs({"--out": a.out}, [a.filter, a.file])
     check_seed(a.seed)
     maci, made = load_filter(a.filter)
     if a.seed is not None:

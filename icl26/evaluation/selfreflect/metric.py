@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['ASK_MANY', 'FILL', 'logger', 'tempered', 'total_variation', 'list_answers', 'judge_prompt', 'word_tokens', 'Row',
            'plan_rows', 'Comparison', 'answer_totals', 'word_table', 'JudgeError', 'text_list', 'SelfReflect',
-           'IdealReader', 'dataset_interval']
+           'IdealReader', 'within_range', 'dataset_interval']
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #fab3f1db
 import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -158,10 +158,14 @@ class Comparison:
         return answer_totals(self.distances(summary) if self.rows else [], [r.answer for r in self.rows])
 
     def interval(self, summary: str, *, level: float = 0.95, seed: int = 0) -> Interval:
-        "The score with a bootstrap interval over test answers; nan ends below two answers."
+        "The score with a bootstrap interval over test answers; Student's t below six answers, nan ends below two."
         t = self.totals(summary)
         if len(t) < 2:
             return Interval(self.score(summary), np.nan, np.nan, level, len(t), "too few answers")
+        if len(t) < 6:
+            score = float(_ratio(t[None], axis=1)[0])
+            pulls = score + (t[:, 0] - score * t[:, 1]) / t[:, 1].mean()       # the ratio's linear parts, whose mean is the ratio
+            return within_range(t_interval(pulls, level=level))
         return bootstrap_ci(t, _ratio, level=level, n_resamples=1999, method="percentile", seed=seed)
 
     def words(self, summary: str) -> pd.DataFrame:  # count, distance, share, shift; the largest share first
@@ -436,6 +440,13 @@ class IdealReader:
         return torch.stack([self.believed(p) for p in prompts]).log()
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #16c8648b
+def within_range(
+    i: Interval,
+) -> Interval:
+    "The interval without what no mean of distances can be: below 0 or above 1."
+    return replace(i, low=max(i.low, 0.0), high=min(i.high, 1.0))
+
+
 def dataset_interval(
     totals: Sequence[np.ndarray],  # one a question: `Comparison.totals`, (answers, 2)
     *,
@@ -453,7 +464,7 @@ def dataset_interval(
     if len(kept) == 1:
         return Interval(float(single[0]), np.nan, np.nan, level, 1, "one question")
     if len(kept) < 6:
-        return t_interval(single, level=level)
+        return within_range(t_interval(single, level=level))
     rng, scores = np.random.default_rng(seed), np.empty((len(kept), n_resamples))
     for q, t in enumerate(kept):
         scores[q] = _ratio(t[rng.integers(len(t), size=(n_resamples, len(t)))], axis=1)
