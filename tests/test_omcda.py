@@ -242,6 +242,43 @@ def test_tanh_gaussian_against_torch_distributions():
     assert abs(monte - gaussian_kl(m[:1, :1], s[:1, :1], mb[:1, :1], sb[:1, :1])[0]) < 0.02    # the same before and after tanh
 
 
+def refuses(error, text, call, /, *args, **kw):
+    with warnings.catch_warnings(), pytest.raises(error, match=text):
+        warnings.simplefilter("error")
+        call(*args, **kw)
+
+
+def test_operators_refuse_what_has_no_answer_by_name():
+    nan, inf = math.nan, math.inf
+    q, b = [0.0, 1.0], [0.5, 0.5]
+    Q, B = np.zeros((3, 2)), np.full((3, 2), 0.5)
+    for text, args in (("q: values must not be NaN", ([nan, 1.0], b, 1.0)), ("qc: values", (q, b, 1.0, 1.0, [nan, 0.0])), ("qc: values", (q, b, 1.0, 1.0, [inf, 0.0])),
+                       ("pi_b: probabilities must be finite", (q, [0.5, inf], 1.0)), ("alpha has", (Q, B, [1.0, 2.0])), ("one length", (Q, B, 1.0, 1.0, np.zeros(3)))):
+        refuses(ValueError, text, om.tilted_policy, *args)
+    assert om.tilted_policy([0.0, -inf, 1.0], b + [0.0], 1.0)[1] == 0 and om.tilted_policy(q, b, 1.0, 1.0, [0.0, -inf]).tolist() == [1.0, 0.0]
+    assert om.tilted_policy(q, b, [0.5, 1.0, 2.0]).shape == (3, 2)                              # a strength each
+    refuses(ValueError, "p has", om.kl_categorical, B, np.full((4, 2), 0.5))
+    refuses(ValueError, "p: probabilities must be finite", om.kl_categorical, [inf, 0.0], b)
+    third = torch.full((3,), 1 / 3)
+    assert om.kl_categorical(third, third.double().numpy()).abs() < 1e-15                        # the two in one type
+    for text, args in (("v_r: a number for each row", (q, [1.0, 2.0], q, b, 1.0)), ("v_r has", (Q, np.zeros(4), Q, B, 1.0)), ("q_r: finite", ([nan, 0.0], 0.0, q, b, 1.0)), ("v_r: finite", (q, nan, q, b, 1.0)),
+                       ("q_c: finite", (q, 0.0, [inf, 0.0], b, 1.0)), ("w: finite", (q, 0.0, q, b, 1.0, inf)), ("pi_b: every row", (q, 0.0, q, [0.0, 0.0], 1.0))):
+        refuses(ValueError, text, om.conservative_value, *args)
+    assert om.conservative_value(Q, 0.0, Q, B, 1.0).shape == (3,) and om.conservative_value(q, [0.0, 0.0], q, b, [1.0, 2.0]).shape == (2,)
+    for bad in ([[nan, 1.0]], [[inf, 1.0]], [[1e300, 1.0]]):
+        refuses(ValueError, "finite", om.influence, bad, [[1e200, 1.0]])
+    for name, args in (("budget", ("a",)), ("budget", (None,)), ("budget", ([0.1, 0.2],)), ("w", (0.1, "a"))):
+        refuses(TypeError, f"{name}: one number", om.temperature_for_budget, q, b, *args)
+    refuses(ValueError, "their product", om.temperature_for_budget, [0.0, 1e300], b, 0.1, 1e200)
+    assert om.temperature_for_budget([0.0, 1e300], b, 0.1) == 1e6
+    refuses(TypeError, "total: one number", om.allocate_budget, q, None)
+    refuses(TypeError, "eps: one number", om.influence, [q], [q], eps="a")
+    half = om.allocate_budget(torch.tensor([10.0, -10.0]).half(), 2.0)
+    assert (half > 0).all() and abs(half.sum() - 2) < 1e-6
+    for kw in (dict(games=0), dict(games=2, kind=(1.0, 2.0)), dict(games=2, log=1.5)):
+        refuses(ValueError, "games|kind|log", om.OneStepTeams, **kw)
+
+
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +419,58 @@ def test_the_record_round_trips_and_rejects(tmp_path):
             om.TeamDataset(**kw)
 
 
+def test_the_record_takes_tensors_and_refuses_what_float32_cannot_square():
+    good = arrays()
+    d = om.TeamDataset(**good | dict(obs=torch.as_tensor(good["obs"]).requires_grad_(), next_obs=torch.as_tensor(good["next_obs"]).bfloat16(), actions=torch.as_tensor(good["actions"])))
+    np.testing.assert_allclose(d.obs, good["obs"], rtol=1e-6)
+    np.testing.assert_allclose(d.next_obs, good["next_obs"], rtol=1e-2)
+    for name in ("obs", "next_obs", "rewards"):                             # their standard deviation would be infinite
+        refuses(ValueError, f"{name}: values of at most 1e\\+15", om.TeamDataset, **good | {name: good[name] * 1e25})
+    game = om.RoleGame(0)
+    for bad in ([[-1, 1, 1]], [[3, 1, 1]], [[0.5, 1, 1]]):
+        refuses(ValueError, "actions: whole numbers of 0 to 2", game.step, np.zeros((1, 4)), np.array(bad))
+    for call, args, text in ((om.log_role_game, (game, 0), "episodes"), (om.log_role_game, (game, 2, -1), "seed"), (om.RoleGame, (-1,), "seed"), (om.RoleGame, ("a",), "seed"),
+                             (om.evaluate, (type("A", (), dict(act=None)), game.parallel_env(), 1, -1), "seed")):
+        refuses(ValueError, f"{text}: a whole number", call, *args)
+    refuses(ValueError, "weights", om.RoleGame, 0, weights="abc")
+
+
+class Leaving:
+    "Two agents; the second ends after two steps, the first after four. One reward a step."
+
+    possible_agents = ["x", "y"]
+
+    def reset(self, seed=None):
+        self.agents, self.t, self.sent = ["x", "y"], 0, []
+        return {a: np.zeros(3) for a in self.agents}, {}
+
+    def step(self, actions):
+        self.t += 1
+        self.sent.append(sorted(actions))
+        ended = {a: self.t == (2 if a == "y" else 4) for a in self.agents}
+        rewards = {a: 1.0 for a in self.agents}
+        self.agents = [a for a in self.agents if not ended[a]]
+        return {a: np.full(3, self.t) for a in self.agents}, rewards, ended, {a: False for a in ended}, {}
+
+
+def test_agents_may_end_before_the_others():
+    seen, env = [], Leaving()
+
+    class Watch:
+        def act(self, obs):
+            seen.append(obs[:, 0].tolist())
+            return np.zeros(2, int)
+
+    assert om.evaluate(Watch(), env, 1, 0).tolist() == [4.0]
+    assert seen == [[0, 0], [1, 1], [2, 1], [3, 1]] and env.sent == [["x", "y"], ["x", "y"], ["x"], ["x"]]
+    log = om.log_team(Leaving(), lambda obs: np.zeros((2, 1)), 4, seed=0)    # an end of one is an end of the log's episode
+    assert log.done.tolist() == [False, True, False, True] and log.next_obs[1, :, 0].tolist() == [2, 1]
+    for policy in (lambda obs: np.zeros((3, 1)), lambda obs: np.zeros(2), lambda obs: np.full((2, 1), np.nan)):
+        refuses(ValueError, "policy", om.log_team, Leaving(), policy, 4)
+    for kw in (dict(steps=0), dict(steps=2.5), dict(steps=3, noise=-1.0), dict(steps=3, max_steps=0)):
+        refuses(ValueError, "steps|noise", om.log_team, Leaving(), lambda obs: np.zeros((2, 1)), **kw)
+
+
 def test_the_role_game_keeps_pettingzoos_contract_and_both_ways_of_playing_agree():
     from pettingzoo.test import parallel_api_test
 
@@ -504,6 +593,47 @@ def test_unknown_names_settings_and_shapes_are_refused(logs):
     for steps in (-1, 1.5, True):
         with pytest.raises(ValueError, match="n_steps"):
             alg.fit(steps)
+
+
+def test_settings_are_checked_before_anything_is_trained(logs):
+    for name, config, text in (("omiga", dict(alpha=-1), "alpha"), ("omiga", dict(alpha="a"), "alpha"), ("cfcql", dict(cql_weight=-1), "cql_weight"), ("macql", dict(cql_weight="x"), "cql_weight"),
+                               ("omar", dict(omar_weight=5), "omar_weight"), ("omar", dict(cem_elites=50), "cem_elites"), ("omcda", dict(temperature="a"), "temperature"), ("omcda", dict(temperature=0), "temperature"),
+                               ("omcda", dict(influence_decay=1.0), "influence_decay"), ("omcda", dict(alpha_min="a"), "alpha_min"), ("omcda", dict(alpha_max=math.inf), "alpha_max"), ("omcda", dict(device="foo"), "device"),
+                               ("omcda", dict(conservative_mix=np.full((3, 3), np.inf)), "conservative_mix"), ("omcda_no_decouple", dict(conservative_mix=np.eye(3)), "no setting 'conservative_mix'"),
+                               ("bc", dict(seed=2**70), "seed"), (["bc"], {}, "name")):
+        refuses(ValueError, text, om.make_algorithm, name, logs[name == "omar"], **config)
+    refuses(TypeError, "conservative_mix", om.make_algorithm, "omcda", logs[False], conservative_mix="a")
+    if not torch.cuda.is_available():
+        refuses(ValueError, "device: 'cuda' cannot be used here", om.make_algorithm, "bc", logs[False], device="cuda")
+
+
+def test_observations_that_are_no_numbers_get_no_action(logs, tmp_path):
+    for log in logs.values():
+        alg, report = om.train_team(log, "omcda", 2, **SMALL)
+        back, o = om.load_policy(om.save_policy(alg, report, tmp_path / "p")), log.obs[0]
+        for team in (alg, back):
+            for bad in (o * np.nan, np.full_like(o, np.inf), o.astype(float) + 1e300, o.astype(str), o + 1j, None, [[1], [1, 2]]):
+                refuses(ValueError, "obs: ", team.act, bad)
+            assert np.array_equal(team.act(torch.as_tensor(o).requires_grad_()), team.act(o)) and team.act(o.tolist()).shape == log.actions[0].shape
+        refuses(ValueError, "obs: ", alg.divergence, np.zeros((3, 3)))
+        np.testing.assert_allclose(alg.divergence(o), alg.divergence(o[None]))
+        with pytest.raises(RuntimeError, match="fit it first"):
+            om.make_algorithm("omcda", log, **SMALL).divergence(o)
+
+
+def test_a_run_that_leaves_float32_is_not_kept_quiet(logs):
+    log = logs[False]
+    huge = om.TeamDataset(log.obs, log.actions, log.rewards * 1e14, log.next_obs, log.done, True, 3)
+    alg = om.make_algorithm("omiga", huge, reward_scale=None, **SMALL).fit(0)
+    with torch.no_grad():
+        next(alg.critic.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="omiga: not finite after 3 steps"):
+        alg.fit(3)                                                          # fewer than the steps between two records
+    alg = om.make_algorithm("omcda", log, **SMALL).fit(0)
+    with torch.no_grad():
+        next(alg.critic.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="omcda: influence is not finite"):
+        alg.fit(1)
 
 
 def test_the_unit_of_reward_does_not_matter_with_scaling_and_does_without(logs):
@@ -777,6 +907,21 @@ def test_the_command_trains_saves_and_acts(tmp_path):
 DAMAGED = {"text": b"a,b\n1,2\n", "nul": b"\0" * 64, "zip": b"PK\3\4" + b"\0" * 40, "empty": b""}
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), FloatingPointError("omcda: not finite")])
+def test_what_breaks_a_training_is_one_line(error, tmp_path, monkeypatch):
+    def broken(*args, **config):
+        raise error
+
+    om.log_role_game(om.RoleGame(0), 2).save(tmp_path / "log.npz")
+    monkeypatch.setattr(use, "train_team", broken)
+    code, out, err = run("train", tmp_path / "log.npz")
+    assert code == 2 and out == "" and err.count("\n") == 1 and ("float32" if isinstance(error, FloatingPointError) else "smaller --hidden or --batch-size") in err
+    error.args = ("something else",)
+    if isinstance(error, RuntimeError):                                     # no excuse for other errors
+        with pytest.raises(RuntimeError, match="something else"):
+            run("train", tmp_path / "log.npz")
+
+
 def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
     (tmp_path / "p").mkdir()
     om.log_role_game(om.RoleGame(0), 2).save(tmp_path / "log.npz")
@@ -797,7 +942,11 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
              (["train", log, "--out", tmp_path / "no" / "p"], "does not exist"), (["train", log, "--out", tmp_path / "p"], "--out"), (["train", log, "--algorithm", "bc", "--d-total", 1], "--d-total"),
              (["act", tmp_path / "p", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "policy.json"), (["act", tmp_path / "cut", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "policy.safetensors"),
              (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "flat.npy: obs"), (["act", tmp_path / "policy", log, "--out", tmp_path / "a.npy"], "log.npz"),
-             (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "flat.npy"], "is an input"), (["example", log], "exists"), ([], "required")]
+             (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "flat.npy"], "is an input"), (["example", log], "exists"), ([], "required"),
+             *((["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "policy" / name], "is an input") for name in ("policy.json", "policy.safetensors")),
+             (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "a.npy", "--seed", -1], "--seed"), (["train", log, "--seed", 10**22], "--seed"), (["train", log, "--steps", -1], "--steps: "),
+             (["train", log, "--batch-size", 0], "--batch-size: "), (["train", log, "--hidden", 10**8], "--hidden: at most")]
+    cases += [(["train", log, "--steps", 10**9, "--out", "/proc/p"], "--out: nothing can be written"), (["example", "/proc/x.npz"], "nothing can be written")] if Path("/proc/self").exists() else []
     for name, content in DAMAGED.items():
         (tmp_path / name).write_bytes(content)
         cases += [(["train", tmp_path / name], f"{tmp_path / name}: "), (["act", tmp_path / "policy", tmp_path / name, "--out", tmp_path / "a.npy"], f"{tmp_path / name}: ")]
@@ -814,4 +963,19 @@ def test_a_saved_team_acts_as_it_did(name, tmp_path, logs):
     back = om.load_policy(om.save_policy(alg, report, tmp_path / "p"))
     np.testing.assert_array_equal(back.act(log.obs), alg.act(log.obs))
     assert back.act(log.obs[0], deterministic=False).shape == log.actions[0].shape
-    assert "spent" in repr(report) and isinstance(TeamPolicy(2, 3, 4, True), torch.nn.Module)
+    assert "spent" in repr(report) and ("influence" in repr(report)) == name.startswith("omcda") and isinstance(TeamPolicy(2, 3, 4, True), torch.nn.Module)
+    with pytest.raises(ValueError, match="seed"):
+        om.load_policy(tmp_path / "p", seed=-1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_team_draws_from_the_same_distribution(name, tmp_path, logs):
+    for log in logs.values():
+        if name == "omar" and log.discrete:
+            continue
+        alg, report = om.train_team(log, name, 30, lr=5e-3, **SMALL)
+        back = om.load_policy(om.save_policy(alg, report, tmp_path / "p"))
+        with torch.no_grad():
+            torch.testing.assert_close(back.output(log.obs), alg.policy_output(alg.normal(torch.as_tensor(log.obs))))
+        back.rng.manual_seed(3), alg.act_rng.manual_seed(3)
+        np.testing.assert_allclose(back.act(log.obs, deterministic=False), alg.act(log.obs, deterministic=False), atol=1e-5)

@@ -35,8 +35,6 @@ class OMIGA(TeamLearner):
 
     def build(self) -> dict:
         n, D, h, g = self.n_agents, self.obs_dim, self.config["hidden"], self.init_rng
-        if not self.config["alpha"] > 0:
-            raise ValueError(f"alpha: must be positive, got {self.config['alpha']!r}")
         critic, mixer, value = TeamCritic(n, D, self.action_dim, self.discrete, h, 1, g), Mixer(n, D, h, g), TeamMLP(n, D, 1, h, g)
         nets = dict(critic=critic, mixer=mixer, value=value, actor=self.actor, target_mixer=copy.deepcopy(mixer), target_value=copy.deepcopy(value))
         return {k: v.requires_grad_(not k.startswith("target_")) for k, v in nets.items()}
@@ -83,8 +81,6 @@ class MACQL(TeamLearner):
 
     def build(self) -> dict:
         n, D, h, g = self.n_agents, self.obs_dim, self.config["hidden"], self.init_rng
-        if not self.config["cql_weight"] >= 0:
-            raise ValueError(f"cql_weight: must be 0 or more, got {self.config['cql_weight']!r}")
         critic, mixer = TeamCritic(n, D, self.action_dim, self.discrete, h, 1, g), Mixer(n, D, h, g)
         nets = dict(critic=critic, mixer=mixer, target_critic=copy.deepcopy(critic), target_mixer=copy.deepcopy(mixer))
         if not self.discrete:
@@ -239,7 +235,7 @@ def make_algorithm(
     **config,  # gamma, lr, tau, batch_size, hidden, bc_steps; d_total, alpha_init, alpha_lr for the omcda family
 ) -> TeamLearner:  # with fit(n_steps), act(obs), history_; omcda: alphas_, budgets_, influence_
     "An algorithm on a data set, not yet fitted. ValueError for an unknown name or setting, and for omar on discrete data."
-    if name not in ALGORITHMS:
+    if not isinstance(name, str) or name not in ALGORITHMS:
         raise ValueError(f"name: one of {', '.join(ALGORITHMS)} is needed, got {name!r}")
     cls, preset = ALGORITHMS[name]
     if clash := sorted(set(preset) & set(config)):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .budget import as_float, masses, same_actions, tilt, tilted_policy, without_actions
+from .budget import as_float, leading, masses, same_actions, tilt, tilted_policy, without_actions
 from .data import TeamMLP
 
 # %% ../../../nbs/decision/omcda/02_values.ipynb #502acbf3
@@ -25,12 +25,20 @@ def conservative_value(
     alpha,  # > 0: scalar or (...)
     w=1.0,  # >= 0: scalar or (...), weight of the agent in the team's value
 ) -> torch.Tensor:  # (...)
-    "The log-sum-exp of Proposition 3.4 over the last axis, in log space. ValueError for alpha <= 0, w < 0 or shapes that differ."
+    "The log-sum-exp of Proposition 3.4 over the last axis, in log space. ValueError for alpha <= 0, w < 0, shapes that do not fit, numbers that are not finite or no behaviour."
     q_r, q_c = as_float(q_r, "q_r"), as_float(q_c, "q_c")
     q_c, pi_b = q_c.to(q_r), masses(pi_b, "pi_b").to(q_r)
     same_actions(q_r=q_r, q_c=q_c, pi_b=pi_b)
     v_r = as_float(v_r, "v_r").to(q_r)
     alpha, w = without_actions(alpha, "alpha", q_r), without_actions(w, "w", q_r)
+    rows = leading(q_r=q_r.shape[:-1], q_c=q_c.shape[:-1], pi_b=pi_b.shape[:-1], alpha=alpha.shape[:-1], w=w.shape[:-1])
+    if leading(v_r=v_r.shape, others=rows) != rows:
+        raise ValueError(f"v_r: a number for each row, without the axis over actions, is needed: shape {rows}, got {tuple(v_r.shape)}")
+    for name, x in (("q_r", q_r), ("v_r", v_r), ("q_c", q_c), ("w", w)):
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(f"{name}: finite numbers are needed, got NaN or infinity")
+    if not bool((pi_b.sum(-1) > 0).all()):
+        raise ValueError("pi_b: every row needs an action with positive probability")
     if not bool((alpha > 0).all()):
         raise ValueError(f"alpha: must be positive, got {float(alpha.min())}")
     if not bool((w >= 0).all()):
@@ -67,8 +75,8 @@ def deviation_factors(
     if matrix is None:
         return torch.ones_like(alphas)
     matrix = as_float(matrix, "conservative_mix").to(alphas)
-    if matrix.shape != (len(alphas), len(alphas)) or not bool((matrix >= 0).all()) or not bool((matrix.diagonal() > 0).all()):
-        raise ValueError(f"conservative_mix: a matrix (n, n) of numbers of 0 or more with a positive diagonal is needed, n = {len(alphas)}")
+    if matrix.shape != (len(alphas), len(alphas)) or not bool(((matrix >= 0) & (matrix < math.inf)).all()) or not bool((matrix.diagonal() > 0).all()):
+        raise ValueError(f"conservative_mix: a matrix (n, n) of finite numbers of 0 or more with a positive diagonal is needed, n = {len(alphas)}")
     return (alphas @ matrix) / alphas
 
 # %% ../../../nbs/decision/omcda/02_values.ipynb #41c17a23
