@@ -102,6 +102,84 @@ def test_a_mixed_term_and_its_R_use_pre_and_post_type():
     assert rule.complexity == 1 / 25 and rule.formula() == "dw = Xpre*Spost*R"
 
 
+def test_gates_are_on_above_a_half_wherever_a_rule_is_made():
+    theta = SPACE.random(1, 0, 1.0)[0]
+    theta[:25] = np.linspace(0, 1, 25)
+    r = SPACE.decode(theta)
+    same = pl.Rule(theta[:25], r.pre, r.post, r.syn, r.reward, r.tau_e, r.tau_r, r.threshold)
+    assert same.formula() == r.formula() and same.complexity == 12 / 25
+    with pytest.raises(ValueError, match="gates"):
+        pl.Rule([float("nan")] * 25, r.pre, r.post, r.syn, r.reward, r.tau_e, r.tau_r, r.threshold)
+
+
+def test_numbers_stay_exact():
+    rule = pl.simple_rule({"Xpre": 0.3, "R": 0.7}, threshold=8.1)
+    assert float(rule.pre[1, 0]) == 0.3 and float(rule.reward) == 0.7 and float(rule.threshold) == 8.1                # not rounded to float32
+    assert float(rule.delta_w(0, 0, 0.1, 0, -0.2, 3, 4)) == 0.3 * 0.1 + 0.7 * -0.2
+    assert pl.term_values(1, 0, np.float64(0.1), 0, 0).dtype == torch.float64 and pl.term_values(1, 0, torch.rand(2), np.float64(0.1), 0).dtype == torch.float32
+
+
+RULE = SPACE.decode(SPACE.random(1, 3)[0])
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "call, word",
+    [
+        (lambda: pl.term_values(NAN, 0, 0, 0, 0), "s_pre: must be finite"),
+        (lambda: pl.term_values(torch.ones(3), torch.ones(4), 0, 0, 0), "broadcast"),
+        (lambda: RULE.delta_w(0, 0, NAN, 0, 0, 1, 2), "x_pre: must be finite"),               # also where its terms are off
+        (lambda: RULE.delta_w(0, 0, 0, 0, 0, 1.5, 2), "pre_type: whole numbers"),
+        (lambda: RULE.delta_w(torch.zeros(3), 0, 0, 0, 0, [1, 2], 2), "pre_type"),
+        (lambda: pl.trace_step(1.0, 0.0, NAN, 5.0), "tau"),
+        (lambda: pl.trace_step(1.0, 0.0, 20.0, "5"), "dt"),
+        (lambda: pl.bounded_update(torch.tensor([-0.5]), torch.tensor([0.1]), 1.0), "w: magnitudes"),
+        (lambda: pl.bounded_update(torch.tensor([1.5]), torch.tensor([0.1]), 1.0), "w: magnitudes"),
+        (lambda: pl.bounded_update(torch.tensor([0.5]), torch.tensor([NAN]), 1.0), "dw: must be finite"),
+        (lambda: pl.bounded_update(torch.rand(3), torch.rand(4), 1.0), "broadcast"),
+        (lambda: pl.RewardBaseline().update(NAN), "r: a finite number"),
+        (lambda: SPACE.encode(np.zeros(2645)), "rule: a Rule"),
+        (lambda: SPACE.decode("abc"), "theta"),
+        (lambda: SPACE.random(1, -1), "seed: a whole number"),
+        (lambda: pl.simple_rule({"Xpre": "a"}), "Xpre: a finite number"),
+        (lambda: pl.simple_rule({"Xpre": 1.0}, tau=-1), "tau"),
+        (lambda: pl.simple_rule({"Xpre": 1.0}, n_types=0), "n_types"),
+        (lambda: pl.V1Circuit(40, 1.5), "seed: a whole number"),
+        (lambda: circuit_from_arrays([0], 3, [1], [1.0]), "pre: one axis"),
+        (lambda: circuit_from_arrays(CIRCUIT.types, CIRCUIT.pre, CIRCUIT.post, ["a"] * len(CIRCUIT.pre)), "weight: numbers"),
+        (lambda: pl.ChangeDetection(stimulus=float("inf")), "stimulus"),
+        (lambda: pl.ChangeDetection(p_change="x"), "p_change"),
+        (lambda: TASK.schedule(-1), "seed: a whole number"),
+        (lambda: pl.evaluate_rules([RULE], CIRCUIT, TASK), "thetas: vectors"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), TASK, CIRCUIT), "circuit: a V1Circuit"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), CIRCUIT, TASK, seed=None), "seed"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), CIRCUIT, TASK, device="abacus"), "device"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), CIRCUIT, TASK, batch=0), "batch"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), CIRCUIT, TASK, eta="a"), "eta"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), CIRCUIT, TASK, reference=4.0), "reference"),
+        (lambda: pl.evaluate_rules(np.zeros(2645), CIRCUIT, TASK, neuron=pl.Neuron(tau_m=1.0)), "tau_m"),
+        (lambda: pl.Neuron(noise=NAN), "noise"),
+        (lambda: pl.Reference(float("inf")), "mean"),
+        (lambda: pl.probabilistic_dominates([], [], [], []), "mean_a"),
+        (lambda: pl.NeuralEvolution(SPACE, None, pop_size=4), "evaluate: a function"),
+        (lambda: pl.NeuralEvolution(SPACE, lambda t, s: t[:, 25 : 31 - s % 2], pop_size=4).run(1), "as many as at first"),
+        (lambda: pl.retest(np.zeros(2645), TASK, 3), "seeds: a list"),
+        (lambda: pl.drop_inert(np.zeros(2645), TASK, []), "seeds: a list"),
+        (lambda: pl.most_accurate(SPACE.random(3, 0), [0.5], 2), "accuracy: 3 finite"),
+        (lambda: pl.most_accurate(SPACE.random(3, 0), [0.5, NAN, 0.6], 2), "accuracy"),
+        (lambda: pl.families(SPACE.random(3, 0), [0.5]), "accuracy: 3 finite"),
+        (lambda: pl.switched_off(np.ones(7)), "thetas"),
+        (lambda: pl.train_gradient(CIRCUIT, TASK, streams=5, every=50), "streams: a multiple of 2"),    # one stream would see gratings only
+        (lambda: pl.train_gradient(CIRCUIT, TASK, lr=NAN), "lr"),
+        (lambda: SpikingCircuit(CIRCUIT)(torch.zeros(3, 5)), "currents"),
+    ],
+)
+def test_mistakes_are_named(call, word):
+    with pytest.raises((ValueError, TypeError), match=word) as e:
+        call()
+    assert "\n" not in str(e.value)
+
+
 def test_traces_and_bounds():
     x = torch.zeros(2)
     for _ in range(500):
@@ -112,6 +190,8 @@ def test_traces_and_bounds():
         new = pl.bounded_update(w, scale * torch.randn(500), 1.0)
         assert (new >= 0).all() and (new <= 1).all()
     assert torch.equal(pl.bounded_update(w, torch.zeros(500), 1.0), w)
+    np.testing.assert_allclose(pl.trace_step([1.0, 2.0], np.array([0, 1]), [10, 50], 5.0), [0.5, 2.8], rtol=1e-6)
+    assert pl.RewardBaseline().update(torch.tensor([True, False])).tolist() == [0.5, -0.5]
     b = pl.RewardBaseline()
     assert [b.update(1.0) for _ in range(2)] == [0.5, 0.0]
     for _ in range(30):
@@ -124,7 +204,7 @@ def test_files_of_rules(tmp_path):
     pl.save_rule(rule, tmp_path / "r.json")
     np.testing.assert_array_equal(SPACE.encode(pl.load_rule(tmp_path / "r.json")), SPACE.encode(rule))
     record = json.loads((tmp_path / "r.json").read_text())
-    for change, word in (({"terms": ["Q"]}, "terms"), ({"tau_e": [1]}, "tau_e"), ({"n_types": 0}, "n_types"), ({"threshold": None}, "threshold"), ({"reward": 7}, "reward")):
+    for change, word in (({"terms": ["Q"]}, "terms"), ({"tau_e": [1]}, "tau_e"), ({"n_types": 0}, "n_types"), ({"threshold": None}, "threshold"), ({"threshold": "5"}, "threshold"), ({"threshold": True}, "threshold"), ({"threshold": 10**400}, "threshold"), ({"reward": 7}, "reward")):
         (tmp_path / "bad.json").write_text(json.dumps(record | change))
         with pytest.raises(ValueError, match=word) as e:
             pl.load_rule(tmp_path / "bad.json")
@@ -151,6 +231,26 @@ def test_networks_from_files(tmp_path):
     back = pl.load_circuit(tmp_path / "c.npz")
     assert torch.equal(back.pre, c.pre) and torch.equal(back.post, c.post) and torch.equal(back.sign, c.sign)
     assert pl.load_circuit(tmp_path / "c.npz", n_neurons=40, seed=3).n_neurons == 40
+    for name in ("plain", "c.v1"):                                                          # under the name that was given, whatever it ends in
+        pl.save_circuit(c, tmp_path / name)
+        assert torch.equal(pl.load_circuit(tmp_path / name).pre, c.pre)
+    with pytest.raises(ValueError, match="has 50 neurons, got 51"):
+        pl.load_circuit(tmp_path / "c.npz", n_neurons=51)
+    for bad in (tmp_path, tmp_path / "none" / "c.npz"):
+        with pytest.raises(OSError, match="folder that exists"):
+            pl.save_circuit(c, bad)
+    np.save(tmp_path / "a.npy", np.ones(3))
+    data = (tmp_path / "c.npz").read_bytes()
+    (tmp_path / "half.npz").write_bytes(data[: len(data) // 2])
+    for name in ("a.npy", "half.npz"):
+        with pytest.raises(ValueError, match=name):
+            pl.load_circuit(tmp_path / name)
+    for i in range(0, len(data), 61):                                                       # a byte changed: read, or one named error
+        (tmp_path / "spoilt.npz").write_bytes(data[:i] + bytes([data[i] ^ 85]) + data[i + 1 :])
+        try:
+            pl.load_circuit(tmp_path / "spoilt.npz")
+        except (ValueError, OSError) as e:
+            assert "spoilt.npz" in str(e)
     order = np.random.default_rng(0).permutation(50)                                        # neurons in any order
     place = np.argsort(order)
     mixed = circuit_from_arrays(c.types.numpy()[order], place[c.pre.numpy()], place[c.post.numpy()], c.w0.numpy())
@@ -316,6 +416,23 @@ def test_gradients_reach_the_weights():
     assert run.trials.tolist() == [0, 10, 20] and (run.u >= 0).all() and (run.u <= 1).all()
 
 
+def test_errors_through_two_trials_are_trials_of_one_stream():
+    task = pl.ChangeDetection("grating", 0, 10)
+    seen, step = [], torch.optim.Adam.step
+
+    def count(self, *a, **k):
+        seen.append(self.param_groups[0]["params"][0].grad.clone())
+        return step(self, *a, **k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", count)
+        runs = [pl.train_gradient(CIRCUIT, task, trials=20, every=20, streams=s, window=w, seed=3) for s, w in ((2, 1), (2, 2), (1, 4))]
+    assert len(seen) == 10 + 5 + 5                                                         # trials / (streams · window)
+    assert all(r.trials.tolist() == [0, 20] for r in runs) and not torch.equal(seen[0], seen[10])
+    with pytest.raises(ValueError, match="window"):
+        pl.train_gradient(CIRCUIT, task, trials=20, every=10, streams=2, window=3)
+
+
 def test_gradients_and_rules_see_the_same_images(monkeypatch):
     seen, drive = [], pl.ChangeDetection.drive
 
@@ -477,6 +594,43 @@ def test_the_command(tmp_path, capsys):
         assert use.main(args) == 2
         err = capsys.readouterr().err
         assert err.startswith("icl26: error: ") and word in err and err.count("\n") == 1
+
+
+def test_a_network_from_a_file_by_command(tmp_path, capsys):
+    rule, net = str(tmp_path / "rule.json"), tmp_path / "c.npz"
+    use.main(["example", rule])
+    pl.save_circuit(pl.V1Circuit(40, 0), net)
+    before, short = net.read_bytes(), ["--circuit", str(net), "--seeds", "2", "--train", "2", "--test", "8"]
+    capsys.readouterr()
+    assert use.main(["test", rule, *short]) == 0 and "\n40 neurons" in capsys.readouterr().out      # what was used, not the default
+    for more, word in ((["--neurons", "41"], "has 40 neurons, got 41"), (["--out", str(net)], "--out"), (["--out", rule], "--out"), (["--out", str(tmp_path / "no/x.json")], "--out")):
+        assert use.main(["test", rule, *short, *more]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.startswith("icl26: error: ") and word in err and err.count("\n") == 1
+    assert net.read_bytes() == before                                                       # an input is never overwritten
+    assert use.main(["test", rule, "--neurons", "40", "--seeds", "2", "--train", "0", "--test", "2", "--out", str(tmp_path / "out.json")]) == 0
+    assert "ROC area       left out" in capsys.readouterr().out and json.loads((tmp_path / "out.json").read_text())["left_out"] == ["ROC area"]
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [({"rule": np.zeros(53)}, "rule"), ({"pre": [0.5, 1]}, "pre"), ({"pre": [[0, 1]]}, "(pre|post|w)"), ({"types": []}, "types"), ({"w": [-0.5, 0.5]}, "w"), ({"w": [NAN, 0.5]}, "w"),
+     ({"w_max": [1.0] * 3}, "w_max"), ({"w_max": 0.0, "w": [0.0, 0.0]}, "w_max"), ({"w_max": float("inf")}, "w_max"), ({"eta": NAN}, "eta"), ({"eta": -1}, "eta"), ({"dt": "a"}, "dt")],
+)
+def test_synapses_name_their_mistakes(change, word):
+    with pytest.raises((ValueError, TypeError), match=f"^{word}: "):
+        pl.PlasticSynapses(**dict(rule=pl.simple_rule({"Spre*Spost": 1.0}, n_types=1), pre=[0, 1], post=[2, 2], types=[0, 0, 0], w=[0.5, 0.5], w_max=1.0) | change)
+
+
+def test_steps_take_zeros_and_ones():
+    s = pl.PlasticSynapses(pl.simple_rule({"Spre*Spost": 1.0}, n_types=1), [0, 1], [2, 2], [0, 0, 0], [0.5, 0.5], 1.0)
+    for spikes in ([NAN, 0, 1], [5, 0, 1], [-1, 0, 1], [1, 0], "abc"):
+        with pytest.raises(ValueError, match="spikes"):
+            s.step(spikes)
+    for delta in (NAN, "x", [1.0, 2.0]):
+        with pytest.raises(ValueError, match="delta"):
+            s.reward(delta)
+    assert s.w.tolist() == [0.5, 0.5]
 
 
 def test_a_rule_in_a_network_of_ones_own():

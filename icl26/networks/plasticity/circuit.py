@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .rules import seed_key
+
 # %% ../../../nbs/networks/plasticity/01_circuit.ipynb #13208742
 LAYERS = ("L2/3", "L4", "L5", "L6")
 TYPE_NAMES = ("L1 Htr3a", *(f"{layer} {kind}" for layer in LAYERS for kind in ("E", "Pvalb", "Sst", "Htr3a")))
@@ -56,7 +58,7 @@ def lgn_wiring(
 class V1Circuit:
     """A reduced mouse V1: types, edge lists, signs and magnitudes. Synthetic unless read from a file.
 
-    ValueError for fewer than 34 neurons."""
+    ValueError for fewer than 34 neurons, or a seed that is no whole number."""
 
     type_names = TYPE_NAMES
 
@@ -66,7 +68,7 @@ class V1Circuit:
         seed: int = 0,  # of the wiring
     ):
         types = torch.repeat_interleave(torch.arange(N_TYPES), torch.from_numpy(type_counts(n_neurons)))
-        rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), 17])
+        rng = np.random.default_rng([*seed_key(seed), 17])
         p = np.where(EXCITATORY[types].numpy(), P_EXCITATORY, P_INHIBITORY)
         linked = np.concatenate([rng.random((len(block), n_neurons)) < p for block in np.array_split(np.arange(n_neurons), max(n_neurons // 1000, 1))])
         np.fill_diagonal(linked, False)
@@ -108,11 +110,12 @@ def circuit_from_arrays(
 ) -> V1Circuit:
     "A circuit with given wiring; self-loops are dropped. ValueError names the array and what is wrong with it."
     types, pre, post, weight = (np.asarray(x) for x in (types, pre, post, weight))
-    for name, x, n in (("types", types, None), ("pre", pre, None), ("post", post, len(pre)), ("weight", weight, len(pre))):
+    pre, post = (x.astype(np.int64) if x.shape == (0,) else x for x in (pre, post))           # an empty list has no dtype of its own
+    for name, x, n in (("types", types, None), ("pre", pre, None), ("post", post, pre.size), ("weight", weight, pre.size)):
         if x.ndim != 1 or (n is not None and len(x) != n):
             raise ValueError(f"{where}: {name}: one axis{'' if n is None else f' of {n} entries, as many as in pre,'} is needed, got the shape {x.shape}")
-        if name != "weight" and x.dtype.kind not in "iu":
-            raise ValueError(f"{where}: {name}: whole numbers are needed, got the dtype {x.dtype}")
+        if x.dtype.kind not in ("iuf" if name == "weight" else "iu"):
+            raise ValueError(f"{where}: {name}: {'' if name == 'weight' else 'whole '}numbers are needed, got the dtype {x.dtype}")
     if missing := sorted(set(range(N_TYPES)) - set(types.tolist())):
         raise ValueError(f"{where}: types: every type 0 to 16 must be present, {missing[0]} ({TYPE_NAMES[missing[0]]}) is not")
     if types.min() < 0 or types.max() >= N_TYPES:
@@ -134,19 +137,30 @@ def circuit_from_arrays(
     for side in (excitatory, ~excitatory):
         weight[side] /= weight[side].mean() if side.any() else 1.0
     c = V1Circuit.__new__(V1Circuit)
-    rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), 18])
+    rng = np.random.default_rng([*seed_key(seed), 18])
     return c._finish(*(torch.from_numpy(x.astype(np.int64)) for x in (types, pre, post)), torch.from_numpy(weight).float(), seed, rng)
 
 # %% ../../../nbs/networks/plasticity/01_circuit.ipynb #08175a11
 def save_circuit(circuit: V1Circuit, path) -> None:
-    "Write a circuit as npz, in the format above."
-    np.savez_compressed(path, types=circuit.types, pre=circuit.pre, post=circuit.post, weight=circuit.w0)
+    "Write a circuit as npz, in the format above, under exactly this name, whole or not at all. OSError for a folder, or one that is missing."
+    import os
+
+    path = Path(path)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise OSError(2, "the name of a file in a folder that exists is needed", str(path))
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as f:
+            np.savez_compressed(f, types=circuit.types, pre=circuit.pre, post=circuit.post, weight=circuit.w0)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def part_of(types, pre, post, weight, n_neurons, seed):
     "A random part of a network, every type present, as arrays."
     types, pre, post, weight = (np.asarray(x) for x in (types, pre, post, weight))
-    rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), 19])
+    rng = np.random.default_rng([*seed_key(seed), 19])
     first = np.array([rng.choice(np.flatnonzero(types == t)) for t in np.unique(types)])
     rest = rng.permutation(np.setdiff1d(np.arange(len(types)), first))
     kept = np.sort(np.concatenate([first, rest])[: max(n_neurons, len(first))])
@@ -159,12 +173,15 @@ def part_of(types, pre, post, weight, n_neurons, seed):
 def read_npz_circuit(path) -> dict:
     "The four arrays of an npz file. OSError, or ValueError that names file and array."
     import zipfile
+    import zlib
 
     try:
+        with open(path, "rb") as file, zipfile.ZipFile(file):
+            pass
         with np.load(path, allow_pickle=False) as f:
             arrays = {k: f[k] for k in f.files}
-    except (ValueError, zipfile.BadZipFile, EOFError) as e:
-        raise ValueError(f"{path}: not an npz file ({e})") from None
+    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as e:
+        raise ValueError(f"{path}: not an npz file, or a damaged one ({e})") from None
     if missing := [k for k in ("types", "pre", "post", "weight") if k not in arrays]:
         raise ValueError(f"{path}: {missing[0]}: is missing; an npz circuit holds types, pre, post and weight")
     return {k: arrays[k] for k in ("types", "pre", "post", "weight")}
@@ -204,13 +221,21 @@ def read_sonata(folder) -> dict:
     for table, column in ((node_types, "pop_name"), (edge_types, "syn_weight")):
         if column not in table:
             raise ValueError(f"{folder}: {column}: is no column of its {'node' if table is node_types else 'edge'} types")
+    def only(file, group):
+        "The one population of a file."
+        found = list(file[group].values()) if group in file else []
+        if len(found) != 1:
+            raise ValueError(f"{folder}: {group}: one population in a file is needed, {Path(file.filename).name} has {len(found)}")
+        return found[0]
+
     with h5py.File(one("*_nodes.h5")) as f:
-        (population,) = f["nodes"].values()
-        kinds = population["node_type_id"][:]
+        kinds = only(f, "nodes")["node_type_id"][:]
     with h5py.File(one("*_edges.h5")) as f:
-        (population,) = f["edges"].values()
+        population = only(f, "edges")
         pre, post, edge = (population[k][:] for k in ("source_node_id", "target_node_id", "edge_type_id"))
         given = population["0"]["syn_weight"][:] if "0" in population and "syn_weight" in population["0"] else edge_types["syn_weight"].loc[edge].to_numpy()
+    if unknown := sorted(set(kinds.tolist()) - set(node_types.index.tolist())):
+        raise ValueError(f"{folder}: node_type_id: {unknown[0]} of a node is not among the node types")
     known = {i: type_of_population(n) for i, n in node_types["pop_name"].items()}
     types = np.array([known[i] for i in kinds])
     return dict(types=types, pre=pre.astype(np.int64), post=post.astype(np.int64), weight=np.abs(given.astype(np.float64)))
@@ -222,12 +247,14 @@ def load_circuit(
     n_neurons: int | None = None,  # a random part of that size; None: all
     seed: int = 0,  # of the part and of the LGN wiring
 ) -> V1Circuit:
-    "A circuit from files. OSError if there are none, ImportError without h5py, ValueError that names file and field."
+    "A circuit from files. OSError if there are none, ImportError without h5py, ValueError that names file and field, or for more neurons than there are."
     if not Path(path).exists():
         raise FileNotFoundError(2, "no such file or folder: an npz circuit or a SONATA folder is needed", str(path))
     arrays = read_sonata(path) if Path(path).is_dir() else read_npz_circuit(path)
     if n_neurons is not None:
         type_counts(n_neurons)
-        circuit_from_arrays(**arrays, seed=seed, where=str(path))
+        whole = circuit_from_arrays(**arrays, seed=seed, where=str(path))
+        if n_neurons > whole.n_neurons:
+            raise ValueError(f"n_neurons: {path} has {whole.n_neurons} neurons, got {n_neurons}")
         arrays = dict(zip(arrays, part_of(*arrays.values(), n_neurons, seed)))
     return circuit_from_arrays(**arrays, seed=seed, where=str(path))

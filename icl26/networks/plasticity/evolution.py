@@ -18,14 +18,17 @@ from .rules import RuleSpace
 # %% ../../../nbs/networks/plasticity/04_evolution.ipynb #83749bec
 def check_moments(means, variances, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     "Both as finite float64 arrays of one shape. ValueError names the argument."
-    means, variances = np.asarray(means, dtype=np.float64), np.asarray(variances, dtype=np.float64)
+    try:
+        means, variances = np.asarray(means, dtype=np.float64), np.asarray(variances, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError("means, variances: arrays of numbers are needed") from None
     if means.shape != variances.shape:
         raise ValueError(f"variances: the shape of means, {means.shape}, is needed, got {variances.shape}")
     if not np.isfinite(means).all():
         raise ValueError("means: must be finite")
     if not (np.isfinite(variances).all() and (variances >= 0).all()):
         raise ValueError("variances: must be finite and not negative")
-    if not 0.5 < threshold <= 1:
+    if not isinstance(threshold, int | float | np.number) or not 0.5 < threshold <= 1:
         raise ValueError(f"threshold: a probability above 0.5 and at most 1 is needed, got {threshold!r}")
     return means, variances
 
@@ -50,6 +53,8 @@ def probabilistic_dominates(
     mean_b, var_b = check_moments(mean_b, var_b, threshold)
     if mean_a.shape != mean_b.shape:
         raise ValueError(f"mean_b: {mean_a.size} objectives, as many as in mean_a, are needed, got {mean_b.size}")
+    if not mean_a.size:
+        raise ValueError("mean_a: at least one objective is needed, got none")
     p = win_probability(mean_a, var_a, mean_b, var_b)
     return bool((p >= 0.5).all() and p.max() >= threshold)
 
@@ -108,7 +113,7 @@ class History:
     variances: np.ndarray  # (n, m): of these means
     n_evals: int  # rules evaluated, re-evaluations included
     best_per_generation: np.ndarray  # (generations, m): lowest mean of each objective
-    counts: np.ndarray  # (n,): evaluations of each
+    counts: np.ndarray | None = None  # (n,): evaluations of each
 
     def __repr__(self) -> str:
         return f"History({len(self.population)} individuals, {len(self.best_per_generation)} generations, {self.n_evals} evaluations)"
@@ -177,12 +182,19 @@ class NeuralEvolution:
             raise ValueError(f"pop_size: a whole number of at least 2 is needed, got {pop_size!r}")
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ValueError(f"seed: a whole number of at least 0 is needed, got {seed!r}")
+        if missing := [a for a in ("n_params", "bounds", "parts", "random") if not hasattr(space, a)]:
+            raise TypeError(f"space: a RuleSpace is needed, got {type(space).__name__} without {missing[0]}")
+        if not callable(evaluate):
+            raise TypeError(f"evaluate: a function (thetas, seed) -> objectives is needed, got {type(evaluate).__name__}")
+        for name, value in (("flip", flip), ("p_gate", p_gate), ("phi", phi)):
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise ValueError(f"{name}: a number is needed, got {value!r}")
         for name, value in (("flip", flip), ("p_gate", p_gate)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}: a probability is needed, got {value!r}")
         if not phi >= 0:
             raise ValueError(f"phi: a number of at least 0 is needed, got {phi!r}")
-        if objectives is not None and (not len(objectives) or any(isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 0 for k in objectives)):
+        if objectives is not None and (not hasattr(objectives, "__len__") or not len(objectives) or any(isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 0 for k in objectives)):
             raise ValueError(f"objectives: None, or at least one number of an objective, from 0 on, is needed, got {objectives!r}")
         check_moments(0.0, 0.0, threshold)
         self.space, self.evaluate, self.pop_size, self.seed = space, evaluate, int(pop_size), int(seed)
@@ -193,6 +205,9 @@ class NeuralEvolution:
         values = np.asarray(self.evaluate(pool.x.copy(), 1_000_003 * self.seed + self._calls), dtype=np.float64)
         if values.ndim != 2 or len(values) != len(pool.x) or not np.isfinite(values).all():
             raise ValueError(f"evaluate: finite objectives in the shape ({len(pool.x)}, m) are needed, got the shape {values.shape}")
+        if self._m not in (None, values.shape[1]):
+            raise ValueError(f"evaluate: {self._m} objectives, as many as at first, are needed, got {values.shape[1]}")
+        self._m = values.shape[1]
         if self.objectives is not None and max(self.objectives) >= values.shape[1]:
             raise ValueError(f"objectives: numbers below {values.shape[1]}, as many as evaluate gives, are needed, got {self.objectives!r}")
         self._calls += 1
@@ -237,7 +252,7 @@ class NeuralEvolution:
         if isinstance(generations, bool) or not isinstance(generations, (int, np.integer)) or generations < 0:
             raise ValueError(f"generations: a whole number of at least 0 is needed, got {generations!r}")
         rng = np.random.default_rng([self.seed, 4])
-        self._calls = self._n_evals = 0
+        self._calls, self._n_evals, self._m = 0, 0, None
         x = self.space.random(self.pop_size, rng, self.p_gate)
         pool, best = Pool(x, np.zeros_like(x)), []
         for _ in range(2):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .circuit import L5E, V1Circuit
-from .rules import RuleSpace
+from .rules import RuleSpace, seed_key
 from .simulate import Neuron, evaluate_rules, lif_step
 from .task import ChangeDetection
 
@@ -65,7 +65,9 @@ class SpikingCircuit(nn.Module):
         self,
         currents: Tensor,  # (steps, N, B) external currents
     ) -> Tensor:  # (steps, N, B) spikes
-        "Steps from the present state, which stays for the next call; gradients do not reach back beyond this call."
+        "Steps from the present state, which stays for the next call; gradients do not reach back beyond this call. ValueError for another shape."
+        if currents.ndim != 3 or currents.shape[1:] not in ((self.N, self.streams), (self.N, 1)):
+            raise ValueError(f"currents: the shape (steps, {self.N}, {self.streams}) is needed, got {tuple(currents.shape)}")
         self.state, self.s = tuple(x.detach() for x in self.state), self.s.detach()
         w, out = (self.u * self.gain)[:, None], []
         for external in currents:
@@ -135,7 +137,7 @@ class Streams:
     "B endless streams of trials of one task and circuit, with the images of the seed."
 
     def __init__(self, task: ChangeDetection, circuit: V1Circuit, streams: int, seed, neuron: Neuron, device="cpu"):
-        self.task, self.neuron, self.device, key = task, neuron, device, np.atleast_1d(seed).tolist()
+        self.task, self.neuron, self.device, key = task, neuron, device, seed_key(seed)
         self.rng, self.noise = np.random.default_rng([*key, 7]), torch.Generator().manual_seed(int(np.random.default_rng([*key, 8]).integers(2**62)))
         self.drive, self.B = task.drive(circuit, key), streams
         domains = len(task.domains)
@@ -161,35 +163,44 @@ def train_gradient(
     lr: float | None = None,  # None: 0.01 for Adam, 0.1 for SGD (ours)
     trials: int = 2000,  # training trials in all
     every: int = 50,  # trials between tests
-    streams: int = 10,  # B: trials of one update
+    streams: int = 10,  # B: streams side by side
+    window: int = 1,  # trials of a stream in one update, through which errors travel back (2: from an image to the one before it)
     penalty: float = 0.1,  # weight of the biological terms (ours)
     threshold: float = 10.0,  # first value of φ, Hz
     seed=0,  # of images, trials and noise
     device: str = "cpu",
 ) -> Training:
-    "BPTT with a surrogate gradient. ValueError for an unknown optimizer, or numbers of trials that do not fit."
+    "BPTT with a surrogate gradient. ValueError for an unknown optimizer, numbers of trials that do not fit, streams that do not share the domains evenly, or rates that are no numbers."
     if optimizer not in ("adam", "sgd"):
         raise ValueError(f"optimizer: 'adam' or 'sgd' is needed, got {optimizer!r}")
-    if not (0 < streams <= every <= trials and every % streams == 0 and trials % every == 0):
-        raise ValueError(f"streams, every, trials: each must divide the next, got {streams}, {every}, {trials}")
+    for name, value in (("streams", streams), ("window", window), ("every", every), ("trials", trials)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}: a whole number of at least 1 is needed, got {value!r}")
+    for name, value, above in (("lr", 1.0 if lr is None else lr, 0.0), ("penalty", penalty, -1e-300), ("threshold", threshold, -float("inf"))):
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not above < value < float("inf"):
+            raise ValueError(f"{name}: a finite number{'' if name == 'threshold' else ' above 0' if name == 'lr' else ' of at least 0'} is needed, got {value!r}")
+    if every % (streams * window) or trials % every:
+        raise ValueError(f"streams * window, every, trials: each must divide the next, got {streams * window}, {every}, {trials}")
+    if streams % len(task.domains):
+        raise ValueError(f"streams: a multiple of {len(task.domains)}, the number of domains, is needed, so that each is trained alike, got {streams}")
     net = SpikingCircuit(circuit, streams=streams, threshold=threshold, dt=task.dt).to(device)
     net.rest()
     lr = {"adam": 0.01, "sgd": 0.1}[optimizer] if lr is None else lr
     groups = [dict(params=[net.u], lr=lr), dict(params=[net.threshold], lr=10 * lr)]         # φ is in Hz, u in [0, 1]
     opt = torch.optim.Adam(groups) if optimizer == "adam" else torch.optim.SGD(groups)
     stream, n = Streams(task, circuit, streams, seed, net.neuron, device), task.stimulus_steps
-    key, rows = np.atleast_1d(seed).tolist(), []
+    key, rows = seed_key(seed), []
     test = lambda trials, images: frozen_test(net.u.detach().cpu() * circuit.w_max, net.threshold.detach(), circuit, task, seed=trials, images=images, neuron=net.neuron, device=device)
     with torch.no_grad():
         net(stream.next()[0])                                                                # an image to compare the first one with
-    for done in range(0, trials + 1, streams):
+    for done in range(0, trials + 1, streams * window):
         if done % every == 0:
             rows.append((done, *test([*key, 10, done], key)))
         if done == trials:
             break
-        currents, change = stream.next()
-        spikes = net(currents)
-        hz = spikes[:n, net.output].sum((0, 1)) / len(net.output) / (task.stimulus / 1000)
+        currents, change = (torch.stack(x) for x in zip(*(stream.next() for _ in range(window))))      # (window, steps, N, B), (window, B)
+        spikes = net(currents.flatten(0, 1))
+        hz = spikes.unflatten(0, currents.shape[:2])[:, :n, net.output].sum((1, 2)) / len(net.output) / (task.stimulus / 1000)
         loss = F.binary_cross_entropy_with_logits((hz - net.threshold) / 2, change.float()) + penalty * biological_penalty(spikes, task.dt)
         opt.zero_grad()
         loss.backward()

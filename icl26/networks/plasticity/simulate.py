@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'Neuron', 'spike', 'lif_step', 'Batch', 'spaces', 'lay_out', 'side_sum', 'added', 'wanted_change', 'Run',
-           'update_weights', 'simulate_batch', 'Stepper', 'simulate', 'Reference', 'Evaluation', 'roc_area',
-           'evaluate_rules']
+           'update_weights', 'simulate_batch', 'Stepper', 'check_device', 'simulate', 'Reference', 'Evaluation',
+           'roc_area', 'evaluate_rules']
 
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #2616ecf9
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ from scipy.stats import norm
 from torch import Tensor
 
 from .circuit import L5E, N_TYPES, V1Circuit
-from .rules import POST, PRE, REWARD, SYN, RewardBaseline, RuleSpace
+from .rules import POST, PRE, REWARD, SYN, RewardBaseline, RuleSpace, seed_key
 from .task import ChangeDetection
 
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #2413ab81
 @dataclass(frozen=True)
 class Neuron:
-    "Constants of the neuron; ours."
+    "Constants of the neuron; ours. ValueError for a number that is not finite, or a time constant, threshold or clip that is not positive."
 
     tau_m: float = 20.0  # ms, membrane
     tau_syn: float = 5.0  # ms, synaptic current
@@ -34,6 +34,13 @@ class Neuron:
     noise: float = 0.3  # standard deviation of the noise current in a step
     threshold: float = 1.0
     clip: float = 3.0  # largest |v|
+
+    def __post_init__(self):
+        for name, x in vars(self).items():
+            if isinstance(x, bool) or not isinstance(x, int | float | np.number) or not np.isfinite(x):
+                raise ValueError(f"{name}: a finite number is needed, got {x!r}")
+            if x < 0 and name != "bias" or x == 0 and name in ("tau_m", "tau_syn", "tau_adapt", "threshold", "clip"):
+                raise ValueError(f"{name}: must be {'at least 0' if name in ('adapt_step', 'adapt_weight', 'noise') else 'positive'}, got {x!r}")
 
 
 def spike(x: Tensor) -> Tensor:
@@ -80,7 +87,10 @@ class Batch:
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #96cb75ce
 def spaces(thetas) -> tuple[np.ndarray, RuleSpace]:
     "`thetas` as (P, n_params) and the space whose length they have: 17 types or one. ValueError for another length."
-    thetas = np.atleast_2d(np.asarray(thetas, dtype=np.float64))
+    try:
+        thetas = np.atleast_2d(np.array(thetas, dtype=np.float64))
+    except (TypeError, ValueError):
+        raise ValueError("thetas: vectors of numbers are needed, as `RuleSpace.random` and `RuleSpace.encode` give") from None
     for n in (N_TYPES, 1):
         if thetas.ndim == 2 and thetas.shape[1] == RuleSpace(n).n_params:
             if not np.isfinite(thetas).all():
@@ -186,7 +196,7 @@ def simulate_batch(thetas, circuit, task, seed, images, device, eta, neuron, kee
         batch = lay_out(thetas, circuit, task.dt, eta, device)
         plan, drive = task.schedule(seed), task.drive(circuit, images).to(device)
         sim = Stepper(circuit, batch, len(thetas), neuron, task, device)
-        noise = torch.Generator().manual_seed(int(np.random.default_rng([*np.atleast_1d(seed).tolist(), 3]).integers(2**62)))
+        noise = torch.Generator().manual_seed(int(np.random.default_rng([*seed_key(seed), 3]).integers(2**62)))
         baseline, P, N = RewardBaseline(), len(thetas), circuit.n_neurons
         readout, correct, by_type, raster = [], [], [], []
         counts, peak, test_steps = torch.zeros(N, P, device=device), torch.zeros(P, device=device), 0
@@ -266,6 +276,14 @@ class Stepper:
             self.r = b.decay_r * self.r
 
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #c097b8cc
+def check_device(device) -> None:
+    "ValueError for a device that torch cannot use here."
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as e:
+        raise ValueError(f"device: {device!r} cannot be used here ({str(e).splitlines()[0][:80]}); 'cpu' always can") from None
+
+
 def simulate(
     thetas,  # (P, n_params) of 17 types or of one
     circuit: V1Circuit,
@@ -280,14 +298,23 @@ def simulate(
     record: tuple = (),  # trials whose spikes are kept, of the first rule
     batch: int | None = None,  # rules at a time; None: what fits the cache
 ) -> Run:
-    "Train and test P rules. ValueError for thetas of a wrong length or a negative eta."
+    "Train and test P rules. ValueError for thetas of a wrong length, a negative eta, a batch below 1, a device that is not there, a neuron too fast for the step; TypeError for no circuit, task or neuron."
     thetas, _ = spaces(thetas)
-    if not (np.isfinite(eta) and eta >= 0):
+    neuron = Neuron() if neuron is None else neuron
+    for name, value, kind in (("circuit", circuit, V1Circuit), ("task", task, ChangeDetection), ("neuron", neuron, Neuron)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: a {kind.__name__} is needed, got {type(value).__name__}")
+    if isinstance(eta, bool) or not isinstance(eta, int | float | np.number) or not (np.isfinite(eta) and eta >= 0):
         raise ValueError(f"eta: a number of at least 0 is needed, got {eta!r}")
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int | np.integer) or batch < 1):
+        raise ValueError(f"batch: None, or a whole number of at least 1, is needed, got {batch!r}")
+    if min(neuron.tau_m, neuron.tau_adapt) < task.dt:
+        raise ValueError(f"neuron: tau_m and tau_adapt of at least a step of {task.dt:g} ms are needed, got {neuron.tau_m:g} and {neuron.tau_adapt:g}")
+    check_device(device)
     if not len(thetas):
         raise ValueError("thetas: at least one rule is needed, got none")
     size = batch or int(np.clip((2**17 if str(device) == "cpu" else 2**27) // max(len(circuit.pre), 1), 4, 4096))
-    runs = [simulate_batch(thetas[i : i + size], circuit, task, seed, seed if images is None else images, device, eta, neuron or Neuron(), keep_weights, record) for i in range(0, len(thetas), size)]
+    runs = [simulate_batch(thetas[i : i + size], circuit, task, seed, seed if images is None else images, device, eta, neuron, keep_weights, record) for i in range(0, len(thetas), size)]
     if len(runs) == 1:
         return runs[0]
     cat = lambda name: None if getattr(runs[0], name) is None else np.concatenate([getattr(r, name) for r in runs], -1)
@@ -306,8 +333,9 @@ class Reference:
 
     def __post_init__(self):
         for name in ("mean", "sigma"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: must be positive, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}: a positive finite number is needed, got {value!r}")
 
     def sample(self, n: int) -> np.ndarray:
         "n quantiles, sorted."
@@ -322,8 +350,8 @@ class Evaluation:
     accuracy: np.ndarray  # (P,): mean over the domains
     rates: np.ndarray  # (P, N) Hz
     synchrony: np.ndarray  # (P,)
-    auc: np.ndarray  # (P,): ROC area of the readout, mean over the domains; NaN if a domain has one class only
-    chance: float  # accuracy of always giving the more frequent answer
+    auc: np.ndarray | None = None  # (P,): ROC area of the readout, mean over the domains; NaN if a domain has one class only
+    chance: float = float("nan")  # accuracy of always giving the more frequent answer
     weights: np.ndarray | None = None  # (P, E) magnitudes after training
     readout: np.ndarray | None = None  # (P, n_test) Hz
     change: np.ndarray | None = None  # (n_test,) bool
@@ -355,7 +383,9 @@ def evaluate_rules(
     **settings,  # images, eta, neuron, keep_weights, batch of `simulate`
 ) -> Evaluation:
     "Train each rule, then test it with plasticity off. The result of a rule does not depend on the others. ValueError as `simulate`."
-    thetas, space = spaces(thetas)
+    thetas, _ = spaces(thetas)
+    if reference is not None and not isinstance(reference, Reference):
+        raise TypeError(f"reference: a Reference is needed, got {type(reference).__name__}")
     run = simulate(thetas, circuit, task, seed=seed, device=device, **settings)
     plan, reference = run.schedule, reference or Reference()
     blocks = [~plan.train & plan.scored & (plan.domain == d) for d in task.domains]

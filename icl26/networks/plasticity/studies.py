@@ -19,7 +19,7 @@ from .analysis import retest
 from .circuit import V1Circuit, load_circuit
 from .evolution import NeuralEvolution
 from .gradient import train_gradient
-from .rules import TERMS, RuleSpace
+from .rules import TERMS, RuleSpace, seed_key
 from .simulate import evaluate_rules
 from .task import ChangeDetection
 from ...repro import cached
@@ -45,7 +45,7 @@ class Evaluator:
         return out
 
     def __call__(self, thetas, seed) -> np.ndarray:
-        key = np.atleast_1d(seed).tolist()
+        key = seed_key(seed)
         return evaluate_rules(self.fix(thetas), self.make(self.n, [*key, 5]), self.task, seed=[*key, 6], device=self.device).objectives
 
 # %% ../../../nbs/networks/plasticity/07_studies.ipynb #f54ce651
@@ -118,12 +118,12 @@ def run_retest(thetas: Sequence, seeds: Sequence, n_neurons: int, task: Mapping,
 
 
 def run_gradient(optimizer: str, seed, n_neurons: int, trials: int, task: Mapping, threshold: float, device: str = "cpu", path: str | None = None,
-                 streams: int = 10, every: int = 50) -> dict:
+                 streams: int = 10, every: int = 50, window: int = 1) -> dict:
     "`train_gradient` on the circuit of a fresh seed; arrays."
     torch.set_num_threads(1)
-    key = np.atleast_1d(seed).tolist()
+    key = seed_key(seed)
     made = train_gradient(maker(path)(n_neurons, [*key, 5]), ChangeDetection(**task), optimizer=optimizer, trials=trials, seed=[*key, 6], threshold=threshold,
-                          device=device, streams=streams, every=every)
+                          device=device, streams=streams, every=every, window=window)
     return dict(trials=made.trials, accuracy=made.accuracy, auc=made.auc, rates=made.rates, unseen=np.array(made.unseen))
 
 

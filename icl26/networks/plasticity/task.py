@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .circuit import N_FILTERS, V1Circuit
+from .rules import seed_key
 
 # %% ../../../nbs/networks/plasticity/02_task.ipynb #ebd6707b
 SIZE = 16  # pixels a side
@@ -116,12 +117,17 @@ class ChangeDetection:
         for name, value, least in (("n_train", n_train, 0), ("n_test", n_test, blocks), ("n_images", n_images, 2)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise ValueError(f"{name}: a whole number of at least {least} is needed, got {value!r}")
+        for name, value in (("p_change", p_change), ("stimulus", stimulus), ("delay", delay), ("dt", dt), ("gain", gain)):
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
+                raise ValueError(f"{name}: a finite number is needed, got {value!r}")
+        if not dt > 0:
+            raise ValueError(f"dt: a positive number of ms is needed, got {dt!r}")
         if not 0 <= p_change <= 1:
             raise ValueError(f"p_change: a probability is needed, got {p_change!r}")
         if not 0 <= gain < float("inf"):
             raise ValueError(f"gain: a finite number of at least 0 is needed, got {gain!r}")
         for name, value in (("stimulus", stimulus), ("delay", delay)):
-            if not (dt > 0 and value >= 0 and abs(value / dt - round(value / dt)) < 1e-9) or (name == "stimulus" and value < dt):
+            if not (value >= 0 and abs(value / dt - round(value / dt)) < 1e-9) or (name == "stimulus" and value < dt):
                 raise ValueError(f"{name}: a whole number of steps of {dt!r} ms is needed, got {value!r}")
         self.domain, self.n_train, self.n_test, self.n_images, self.p_change = domain, int(n_train), int(n_test), int(n_images), p_change
         self.stimulus, self.delay, self.dt, self.gain = stimulus, delay, dt, gain
@@ -141,7 +147,7 @@ class ChangeDetection:
         seed,  # a whole number, or several
     ) -> Schedule:
         "Training blocks, then test blocks; the number of trials is shared by the domains."
-        rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), 1])
+        rng = np.random.default_rng([*seed_key(seed), 1])
         blocks = []
         for n, train in ((self.n_train, True), (self.n_test, False)):
             share = [len(x) for x in np.array_split(np.arange(n), len(self.domains))]
@@ -150,7 +156,7 @@ class ChangeDetection:
 
     def images(self, seed) -> np.ndarray:  # (domains * n_images, SIZE, SIZE)
         "The images of a seed, gratings first."
-        rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), 2])
+        rng = np.random.default_rng([*seed_key(seed), 2])
         return np.concatenate([(gratings, natural_patches)[d](self.n_images, rng) for d in self.domains])
 
     def drive(
