@@ -259,19 +259,39 @@ def test_networks_from_files(tmp_path):
         circuit_from_arrays(c.types, c.pre, c.post, -c.w0)
 
 
-def test_sonata(tmp_path):
+POPULATIONS = ["i1Htr3a"] + [f"{'e' if k == 'E' else 'i'}{layer}{'Any' if k == 'E' else k}" for layer in ("23", "4", "5", "6") for k in ("E", "Pvalb", "Sst", "Htr3a")]
+
+
+def sonata(folder, c, *, nodes="node_type_id pop_name\n" + "".join(f"{100 + i} {p}\n" for i, p in enumerate(POPULATIONS)),
+           edges="edge_type_id syn_weight\n7 1.5\n8 -2.0\n", populations=("v1_to_v1",)):
     h5py = pytest.importorskip("h5py")
-    c = pl.V1Circuit(60, 0)
-    pops = ["i1Htr3a"] + [f"{'e' if k == 'E' else 'i'}{layer}{'Any' if k == 'E' else k}" for layer in ("23", "4", "5", "6") for k in ("E", "Pvalb", "Sst", "Htr3a")]
-    (tmp_path / "v1_node_types.csv").write_text("node_type_id pop_name\n" + "".join(f"{100 + i} {p}\n" for i, p in enumerate(pops)))
-    (tmp_path / "v1_v1_edge_types.csv").write_text("edge_type_id syn_weight\n7 1.5\n8 -2.0\n")
-    with h5py.File(tmp_path / "v1_nodes.h5", "w") as f:
+    (folder / "v1_node_types.csv").write_text(nodes)
+    (folder / "v1_v1_edge_types.csv").write_text(edges)
+    with h5py.File(folder / "v1_nodes.h5", "w") as f:
         f["nodes/v1/node_type_id"] = c.types.numpy() + 100
-    with h5py.File(tmp_path / "v1_v1_edges.h5", "w") as f:
-        g = f.create_group("edges/v1_to_v1")
-        g["source_node_id"], g["target_node_id"], g["edge_type_id"] = c.pre.numpy(), c.post.numpy(), np.where(c.sign.numpy() > 0, 7, 8)
-    back = pl.load_circuit(tmp_path)
+    with h5py.File(folder / "v1_v1_edges.h5", "w") as f:
+        for name in populations:
+            g = f.create_group(f"edges/{name}")
+            g["source_node_id"], g["target_node_id"], g["edge_type_id"] = c.pre.numpy(), c.post.numpy(), np.where(c.sign.numpy() > 0, 7, 8)
+    return pl.load_circuit(folder)
+
+
+def test_sonata(tmp_path):
+    c = pl.V1Circuit(60, 0)
+    back = sonata(tmp_path, c)
     assert torch.equal(back.pre, c.pre) and torch.equal(back.types, c.types) and torch.equal(back.sign, c.sign)
+
+
+@pytest.mark.parametrize(
+    "damage, word",
+    [(dict(populations=("a", "b")), "one population"), (dict(populations=()), "one population"), (dict(nodes="foo bar\n1 2\n"), "node_type_id: is no column"), (dict(nodes=""), "not a table"),
+     (dict(nodes="node_type_id pop_name\n1 e4Any\n"), "node_type_id: 100 is not among"), (dict(nodes="node_type_id pop_name\n1 x\n"), "pop_name"),
+     (dict(edges="edge_type_id syn_weight\n7 1\n"), "edge_type_id: 8 is not among"), (dict(edges="edge_type_id syn_weight\n7 a\n8 1\n"), "syn_weight")],
+)
+def test_damaged_sonata(tmp_path, damage, word):
+    with pytest.raises(ValueError, match=word) as e:
+        sonata(tmp_path, pl.V1Circuit(60, 0), **damage)
+    assert str(tmp_path) in str(e.value)
 
 
 def test_without_h5py_the_message_says_so(tmp_path, monkeypatch):

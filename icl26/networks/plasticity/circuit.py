@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LAYERS', 'TYPE_NAMES', 'N_TYPES', 'L5E', 'EXCITATORY', 'SHARES', 'P_EXCITATORY', 'P_INHIBITORY', 'COUPLING',
            'INHIBITION', 'CEILING', 'N_FILTERS', 'PARTNERS', 'LGN_GAIN', 'type_counts', 'lgn_wiring', 'V1Circuit',
-           'circuit_from_arrays', 'save_circuit', 'part_of', 'read_npz_circuit', 'type_of_population', 'read_sonata',
-           'load_circuit']
+           'circuit_from_arrays', 'save_circuit', 'part_of', 'read_npz_circuit', 'type_of_population', 'sonata_table',
+           'sonata_arrays', 'read_sonata', 'load_circuit']
 
 # %% ../../../nbs/networks/plasticity/01_circuit.ipynb #c3ac36d9
 from pathlib import Path
@@ -200,13 +200,49 @@ def type_of_population(
         raise ValueError(f"pop_name: {name!r} is none of the model's populations, such as e4Scnn1a, i23Pvalb or i1Htr3a")
     return TYPE_NAMES.index(f"{layer} {kind}")
 
-# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #caaf4bf8
-def read_sonata(folder) -> dict:
-    "The four arrays of a SONATA folder. ImportError without h5py, ValueError that names what is missing."
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #5ca1ab1e
+def sonata_table(
+    path,  # *_types.csv
+    key: str,  # column of the types' numbers
+    column: str,  # what is asked for
+):  # a Series
+    "What `column` says of each type. ValueError that names the file and the column."
     import pandas as pd
 
     try:
-        import h5py
+        found = pd.read_csv(path, sep=r"\s+")
+    except ValueError as e:
+        raise ValueError(f"{path}: not a table ({e})") from None
+    for c in (key, column):
+        if c not in found:
+            raise ValueError(f"{path}: {c}: is no column; there are {', '.join(map(str, found.columns))}")
+    return found.set_index(key)[column]
+
+
+def sonata_arrays(
+    path,  # an HDF5 file
+    group: str,  # "nodes" or "edges"
+    names: tuple,  # of arrays
+) -> list:  # the arrays, and the weights of the synapses themselves or None
+    "Arrays of the one population of a file. ValueError that names the file and what is missing."
+    import h5py
+
+    try:
+        with h5py.File(path) as f:
+            found = list(f[group].values()) if group in f else []
+            if len(found) != 1:
+                raise ValueError(f"{path}: {group}: one population in a file is needed, there are {len(found)}")
+            if missing := [n for n in names if n not in found[0]]:
+                raise ValueError(f"{path}: {missing[0]}: is missing")
+            return [found[0][n][:] for n in names] + [found[0]["0"]["syn_weight"][:] if "0" in found[0] and "syn_weight" in found[0]["0"] else None]
+    except OSError as e:
+        raise ValueError(f"{path}: not an HDF5 file, or a damaged one ({e})") from None
+
+# %% ../../../nbs/networks/plasticity/01_circuit.ipynb #caaf4bf8
+def read_sonata(folder) -> dict:
+    "The four arrays of a SONATA folder. ImportError without h5py, ValueError that names file and what is missing."
+    try:
+        import h5py  # noqa: F401
     except ImportError:
         raise ImportError("reading SONATA files needs h5py: pip install h5py; or give the circuit as an npz file") from None
 
@@ -216,28 +252,22 @@ def read_sonata(folder) -> dict:
             raise ValueError(f"{folder}: no file {pattern}; a SONATA network has *_nodes.h5, *_node_types.csv, *_edges.h5 and *_edge_types.csv")
         return found[0]
 
-    node_types = pd.read_csv(one("*_node_types.csv"), sep=r"\s+").set_index("node_type_id")
-    edge_types = pd.read_csv(one("*_edge_types.csv"), sep=r"\s+").set_index("edge_type_id")
-    for table, column in ((node_types, "pop_name"), (edge_types, "syn_weight")):
-        if column not in table:
-            raise ValueError(f"{folder}: {column}: is no column of its {'node' if table is node_types else 'edge'} types")
-    def only(file, group):
-        "The one population of a file."
-        found = list(file[group].values()) if group in file else []
-        if len(found) != 1:
-            raise ValueError(f"{folder}: {group}: one population in a file is needed, {Path(file.filename).name} has {len(found)}")
-        return found[0]
+    def looked_up(numbers, values, name):
+        if unknown := sorted(set(numbers.tolist()) - set(values.index.tolist())):
+            raise ValueError(f"{folder}: {name}: {unknown[0]} is not among the types")
+        return values.loc[numbers].to_numpy()
 
-    with h5py.File(one("*_nodes.h5")) as f:
-        kinds = only(f, "nodes")["node_type_id"][:]
-    with h5py.File(one("*_edges.h5")) as f:
-        population = only(f, "edges")
-        pre, post, edge = (population[k][:] for k in ("source_node_id", "target_node_id", "edge_type_id"))
-        given = population["0"]["syn_weight"][:] if "0" in population and "syn_weight" in population["0"] else edge_types["syn_weight"].loc[edge].to_numpy()
-    if unknown := sorted(set(kinds.tolist()) - set(node_types.index.tolist())):
-        raise ValueError(f"{folder}: node_type_id: {unknown[0]} of a node is not among the node types")
-    known = {i: type_of_population(n) for i, n in node_types["pop_name"].items()}
-    types = np.array([known[i] for i in kinds])
+    names, weights = sonata_table(one("*_node_types.csv"), "node_type_id", "pop_name"), sonata_table(one("*_edge_types.csv"), "edge_type_id", "syn_weight")
+    kinds, _ = sonata_arrays(one("*_nodes.h5"), "nodes", ("node_type_id",))
+    pre, post, edge, given = sonata_arrays(one("*_edges.h5"), "edges", ("source_node_id", "target_node_id", "edge_type_id"))
+    given = looked_up(edge, weights, "edge_type_id") if given is None else given
+    if given.dtype.kind not in "iuf":
+        raise ValueError(f"{folder}: syn_weight: numbers are needed, got {str(given[0])[:40]!r}")
+    try:
+        known = {n: type_of_population(n) for n in names.unique()}
+    except ValueError as e:
+        raise ValueError(f"{folder}: {e}") from None
+    types = np.array([known[n] for n in looked_up(kinds, names, "node_type_id")])
     return dict(types=types, pre=pre.astype(np.int64), post=post.astype(np.int64), weight=np.abs(given.astype(np.float64)))
 
 # %% ../../../nbs/networks/plasticity/01_circuit.ipynb #72a19709
