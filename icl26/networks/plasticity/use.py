@@ -16,7 +16,7 @@ from torch import Tensor
 from ...cli import CommandParser, check_outputs, command
 from .analysis import retest, switched_off
 from .circuit import N_TYPES, TYPE_NAMES, load_circuit
-from .rules import CLASSICAL, TERMS, Rule, RuleSpace, bounded_update, load_rule, rule_to_dict, save_rule, simple_rule, trace_step
+from .rules import CLASSICAL, TERMS, Rule, RuleSpace, bounded_update, load_rule, monomials, rule_to_dict, save_rule, simple_rule, trace_step
 from .simulate import OBJECTIVES
 from .task import ChangeDetection
 from ...repro.results import write_text
@@ -70,6 +70,7 @@ class PlasticSynapses:
         if not ((w >= 0) & (w <= top * (1 + 1e-6))).all():
             raise ValueError("w: magnitudes between 0 and w_max are needed; keep signs in your network (Dale's principle)")
         self.pre, self.post, self.types, self.w, self.w_max = pre.long(), post.long(), types.long(), torch.minimum(w, top), top
+        self.coefficients = rule.coefficients(self.types[self.pre], self.types[self.post])    # (E, 25), 0 where a gate is off
         self.x, self.r = torch.zeros(N, dtype=torch.float64), torch.zeros(rule.n_types, dtype=torch.float64)
 
     def step(
@@ -82,8 +83,8 @@ class PlasticSynapses:
             raise ValueError(f"spikes: one entry a neuron, the shape {tuple(self.x.shape)}, is needed, got {tuple(s.shape)}")
         if not ((s == 0) | (s == 1)).all():
             raise ValueError(f"spikes: 0 or 1 for each neuron is needed, got {s.min():g} to {s.max():g}")
-        p, q = self.types[self.pre], self.types[self.post]
-        dw = self.rule.delta_w(s[self.pre], s[self.post], self.x[self.pre], self.x[self.post], self.r[q], p, q)
+        signals = s[self.pre], s[self.post], self.x[self.pre], self.x[self.post], self.r[self.types[self.post]]
+        dw = (monomials(*signals) * self.coefficients).sum(-1)
         self.w = bounded_update(self.w, self.eta * self.w_max * dw, self.w_max)
         self.x = trace_step(self.x, s, self.rule.tau_e[self.types], self.dt)
         self.r = trace_step(self.r, 0.0, self.rule.tau_r, self.dt)
