@@ -1,17 +1,13 @@
 "bed_llm: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
 import contextlib
-import inspect
 import io
 import json
-import os
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
+from papers import chat_server, committed, plain_signature, printed, run_command, run_here, use_command
+from recompute import BOUNDS, agrees
 from scipy.stats import entropy
 
 import icl26.evaluation.bed_llm as m
@@ -22,10 +18,8 @@ from icl26.evaluation.bed_llm.preferences import OPTIONS, parse_ratings, taste_t
 from icl26.evaluation.bed_llm.rivals import TableLM
 from icl26.evaluation.bed_llm.verdicts import gain_part, mean_part, slope_part
 from icl26.repro import load_results, recompute
-from icl26.repro.papers import find_paper, results_folder
+from icl26.repro.papers import find_paper
 from icl26.repro.results import measurement
-
-ICL26 = Path(sys.executable).with_name("icl26")
 
 
 # -- interface -------------------------------------------------------------------------------------------------------
@@ -43,14 +37,12 @@ def test_signatures(name, want):
     obj = m
     for part in name.split("."):
         obj = getattr(obj, part)
-    s = inspect.signature(obj)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(s.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == want
+    assert plain_signature(obj) == want
 
 
-def test_a_session_needs_no_command_line():
+def test_a_session_needs_no_command_line(tmp_path):
     code = "import sys, icl26.evaluation.bed_llm as m; m.Session; print('icl26.cli' in sys.modules, 'icl26.evaluation.bed_llm.use' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "False False\n"
+    assert printed(code, tmp_path) == "False False"
 
 
 @pytest.mark.parametrize("call, text", [
@@ -62,9 +54,9 @@ def test_bad_settings_are_named(call, text):
         call()
 
 
-def test_the_package_imports_no_torch():
+def test_the_package_imports_no_torch(tmp_path):
     code = "import sys, icl26.evaluation.bed_llm, icl26.evaluation.bed_llm.use, icl26.evaluation.bed_llm.experiments; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "False"
+    assert printed(code, tmp_path) == "False"
 
 
 def test_a_letter_is_enough_where_no_other_answer_begins_so():
@@ -471,7 +463,7 @@ def test_a_session_in_the_terminal(table_file, tmp_path):
     gain = m.eig(use.read_table(table_file).likelihood(["cat", "bat", "hen"], ["Has it fur?"])[:, 0])
     assert f"expected to tell {gain:.3f}" in out
     assert use.main(["--help"]) == 0 and find_paper("bed_llm").use == "icl26.evaluation.bed_llm.use:main"
-    done = subprocess.run([ICL26, "use", "bed_llm", "--table", table_file, "--target", "bat", "--json"], capture_output=True, text=True, timeout=120)
+    done = use_command("bed_llm", "--table", table_file, "--target", "bat", "--json", cwd=tmp_path)
     assert done.returncode == 0 and json.loads(done.stdout)["guess"] == "bat"
 
 
@@ -551,36 +543,10 @@ def test_rank_agreement_against_pairs_counted_by_hand():
     assert got == pytest.approx(np.mean(signs))
 
 
-def reproduce(out, *args, **env):
-    "Run one job through the command line; its results file."
-    done = subprocess.run([ICL26, "reproduce", "bed_llm", *args, "--seeds", "0", "--jobs", "1", "--out", out], capture_output=True, text=True, timeout=600, env=os.environ | env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (path,) = Path(out).glob("*/bed_llm/*/results.json")
-    return path
-
-
-def run_here(out, profile, **params):
-    "The reproduction's cells in this process, without a kernel's start; its results. Through the command line the other test files run `smoke`."
-    import matplotlib
-
-    page = json.loads((Path(__file__).parents[1] / "nbs/evaluation/bed_llm/10_reproduce.ipynb").read_text(encoding="utf-8"))
-    scope = dict(display=lambda *shown: None)
-    with matplotlib.rc_context():
-        matplotlib.use("Agg")
-        for cell in page["cells"]:
-            if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
-                exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
-                if "parameters" in cell["metadata"].get("tags", ()):
-                    scope |= dict(profile=profile, out_dir=str(out), **params)
-    return load_results(out / "results.json")
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    "The smoke run, made here, and the committed cpu run."
-    made = [run_here(tmp_path_factory.mktemp("smoke"), "smoke")]
-    committed = results_folder() / "evaluation" / "bed_llm" / "results.json"
-    return made + ([load_results(committed)] if committed.is_file() else [])
+    "The smoke run, and the committed cpu run."
+    return [load_results(path) for path in (papers.smoke("bed_llm", tmp_path_factory), committed("bed_llm")) if path]
 
 
 JUDGED = {"eig": "vs ", "eig-lm": "vs ", "main": "vs ", "filter": "h=0.3", "mismatch": "other: ", "N": "N=10", "ambiguous": "slope"}
@@ -599,7 +565,7 @@ def test_every_interval_and_verdict_follows_from_the_recorded_values(runs):
                     continue
                 again = mean_part(p["label"], p["values"])
                 assert p["n"] == len(p["values"])
-                np.testing.assert_allclose([p[k] for k in ("measured", "ci_low", "ci_high")], [again[k] for k in ("measured", "ci_low", "ci_high")], rtol=1e-9, atol=1e-12)
+                agrees(p, [again[k] for k in BOUNDS], rtol=1e-9)
             assert c["measured"] == min(p["measured"] for p in c["values"] if p["label"].startswith(JUDGED[c["id"]]))
         vague = {p["label"]: np.array(p["values"]) for c in r["claims"] if c["id"] == "ambiguous" for p in c["values"]}
         shares = [float(k.split()[1]) for k in vague if k.startswith("share")]
@@ -676,8 +642,8 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
     lm = tiny_lm(d_model=16, n_layers=1, n_heads=2, style="llama", max_positions=8192)
     lm.model.get_input_embeddings().weight.data[lm.tokenizer.eos_token_id] *= 2            # texts that end, so that the test does
     lm.save_pretrained(tmp_path / "tiny")
-    path = reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", str(tmp_path / "tiny"), ICL26_BED_TARGETS="2", ICL26_BED_TURNS="2",
-                     ICL26_BED_ANSWERER=str(tmp_path / "tiny"), ICL26_BED_DEAR="", ICL26_CACHE=str(tmp_path / "cache"))
+    path = run_command("bed_llm", tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", tmp_path / "tiny", ICL26_BED_TARGETS="2",
+                       ICL26_BED_TURNS="2", ICL26_BED_ANSWERER=str(tmp_path / "tiny"), ICL26_BED_DEAR="")
     record = load_results(path)
     assert record["parameters"] == dict(profile="gpu", seed=0, device="cpu", model=str(tmp_path / "tiny"))
     by_id = {c["id"]: c for c in record["claims"]}
@@ -691,7 +657,7 @@ def test_gpu_profile_without_weights_still_plays_the_closed_world(tmp_path, monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for k, v in dict(ICL26_BED_TARGETS="2", ICL26_BED_TURNS="2", ICL26_CACHE=str(tmp_path / "cache")).items():
         monkeypatch.setenv(k, v)
-    by_id = {c["id"]: c for c in run_here(tmp_path, "gpu", device="cpu")["claims"]}
+    by_id = {c["id"]: c for c in run_here("bed_llm", tmp_path, profile="gpu", device="cpu")["claims"]}
     assert by_id.pop("ambiguous")["verdict"] != "not run" and set(by_id) == {"main", "eig", "filter", "mismatch", "N"}
     assert all(c["verdict"] == "not run" and "questioner Qwen/Qwen2.5-7B-Instruct is not to be had" in c["reason"] for c in by_id.values())
 
@@ -699,36 +665,26 @@ def test_gpu_profile_without_weights_still_plays_the_closed_world(tmp_path, monk
 @pytest.mark.parametrize("fault", [None, "some prompts", "goes down"])
 def test_gpu_profile_asks_a_server(tmp_path, monkeypatch, fault):
     "A chat server on this machine that lists animals and questions and leans to yes; it answers itself, and there is no other answerer."
-    asked = []
+    kinds = ("fur", "wings", "fins", "horns", "a tail", "scales")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
-            if fault == "some prompts" and "albatross" in str(body["messages"][-1]) and not body.get("logprobs") or fault == "goes down" and len(asked) > 40:
-                return self.send_error(400 if fault == "some prompts" else 404)
-            choice = {"index": 0, "message": {"role": "assistant", "content": "\n".join(f"{i}. Has it {w}?" if "question" in str(body["messages"]).lower() else f"{i}. {w}" for i, w in enumerate(("fur", "wings", "fins", "horns", "a tail", "scales"), 1))}}
-            if body.get("logprobs"):
-                top = [{"token": "Yes", "logprob": -0.2, "bytes": None}, {"token": "No", "logprob": -2.0, "bytes": None}]
-                choice["logprobs"] = {"content": [top[0] | {"top_logprobs": top}]}
-            data = json.dumps({"choices": [choice] * (body.get("n") or 1), "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(body):
+        if fault == "some prompts" and "albatross" in str(body["messages"][-1]) and not body.get("logprobs"):
+            return 400
+        if fault == "goes down" and len(chat.asked) > 40:
+            return 404
+        asks = "question" in str(body["messages"]).lower()
+        choice = {"message": {"role": "assistant", "content": "\n".join(f"{i}. Has it {w}?" if asks else f"{i}. {w}" for i, w in enumerate(kinds, 1))}}
+        if body.get("logprobs"):
+            top = [{"token": "Yes", "logprob": -0.2, "bytes": None}, {"token": "No", "logprob": -2.0, "bytes": None}]
+            choice["logprobs"] = {"content": [top[0] | {"top_logprobs": top}]}
+        return choice
 
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for k, v in dict(ICL26_BED_SERVER=f"http://127.0.0.1:{server.server_port}/v1", ICL26_BED_TARGETS="4" if fault == "some prompts" else "2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="", ICL26_BED_DEAR="",
-                     OPENAI_API_KEY="sk-nothing").items():
-        monkeypatch.setenv(k, v)
-    by_id = {c["id"]: c for c in run_here(tmp_path, "gpu", device="cpu", model="some-model")["claims"]}
-    server.shutdown()
-    server.server_close()
+    with chat_server(answer) as chat:
+        for k, v in dict(ICL26_BED_SERVER=chat.url, ICL26_BED_TARGETS="4" if fault == "some prompts" else "2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="",
+                         ICL26_BED_DEAR="", ICL26_CACHE=str(tmp_path / "cache"), OPENAI_API_KEY="sk-nothing").items():
+            monkeypatch.setenv(k, v)
+        by_id = {c["id"]: c for c in run_here("bed_llm", tmp_path, profile="gpu", device="cpu", model="some-model")["claims"]}
+    asked = chat.asked
     assert len(asked) > 10 and {b["model"] for b in asked} == {"some-model"} and any(b.get("logprobs") for b in asked)
     if fault == "goes down":                                                    # what needs no server is measured all the same
         lost = {k for k, c in by_id.items() if "games of questioner some-model could not be measured" in c["reason"] and "404" in c["reason"]}
@@ -744,5 +700,5 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = run_here(tmp_path, "gpu")
+    record = run_here("bed_llm", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])

