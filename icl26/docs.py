@@ -253,7 +253,7 @@ def linked(
         out.append(re.sub(r"(?<!\[)(`([A-Za-z_][\w.]*)(?:\(\))?`)(?!\])", link, line) if plain else line)
     return "".join(out)
 
-# %% ../nbs/03_docs.ipynb #79be2363
+# %% ../nbs/03_docs.ipynb #bc68b776
 def exports_to(
     cells: Iterable[Mapping],  # of a notebook
 ) -> str | None:
@@ -271,7 +271,7 @@ def names_in(
     except SyntaxError:
         return []
 
-
+# %% ../nbs/03_docs.ipynb #c014ec04
 def plumbing(
     cell: Mapping,  # a code cell
 ) -> str | None:
@@ -296,7 +296,7 @@ def folded(
     said = re.search(r"^#\|\s*(?:code-fold|echo|include):", source, re.M)
     return source if said else f'#| code-fold: {how}\n#| code-summary: "{name}"\n{source}'
 
-
+# %% ../nbs/03_docs.ipynb #780c7e09
 def with_code(
     cells: list,  # of a notebook, after nbdev has put a `show_doc` cell behind each export
     fold: str,  # "true" or "show": whether code is folded at first
@@ -332,7 +332,7 @@ def home_of(
     "The module or package whose names a page means first."
     return module or ".".join(("icl26", *path.relative_to(nbs).parts[:-1]))
 
-
+# %% ../nbs/03_docs.ipynb #79be2363
 def processed(
     src: Path,  # a notebook
     fold: str = "true",  # whether exported code is folded at first: "true" or "show"

@@ -90,7 +90,7 @@ def check_url(
     except ValueError as e:  # UnicodeError among them: a label that is empty or too long
         raise wrong(f"{host!r} is no host" if isinstance(e, UnicodeError) else str(e)) from None
 
-# %% ../../nbs/lm/05_openai.ipynb #f956ffbe
+# %% ../../nbs/lm/05_openai.ipynb #b2160328
 class ServerError(RuntimeError):
     "A server did not give a usable answer; `status` is the last HTTP status, or None."
 
@@ -127,7 +127,7 @@ def nats(
         raise MalformedAnswer(f"{field}: not a log-probability")
     return float(value) if value > -1e300 else -math.inf
 
-
+# %% ../../nbs/lm/05_openai.ipynb #4e380ea4
 def pause(
     attempt: int,  # 0 for the first repetition
     base: float = 0.5,  # seconds
@@ -150,7 +150,7 @@ def retry_after(
         return None
     return seconds if math.isfinite(seconds) else None
 
-
+# %% ../../nbs/lm/05_openai.ipynb #94cb1d91
 def root(
     error: BaseException,  # as a client raised it
 ) -> BaseException:  # the exception that all others were raised for
@@ -168,7 +168,7 @@ def hopeless(
     unsendable = type(cause).__name__ in ("LocalProtocolError", "UnsupportedProtocol", "InvalidURL")
     return unknown or unsendable or isinstance(cause, (ssl.SSLCertVerificationError, UnicodeError))
 
-
+# %% ../../nbs/lm/05_openai.ipynb #f956ffbe
 def parse_answer(
     text: str,  # the body of an HTTP answer
 ) -> dict:  # the answer

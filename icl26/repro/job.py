@@ -255,7 +255,7 @@ def end_run(run: str) -> None:
         for folder in Path(parent).glob(f"icl26-{run}-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-# %% ../../nbs/repro/04_job.ipynb #23eb40dc
+# %% ../../nbs/repro/04_job.ipynb #af51567c
 def adopt_orphans() -> None:
     "On Linux, make this process the parent of programs whose own parent ends, so that none of a notebook's gets out of sight."
     if sys.platform == "linux":
@@ -275,7 +275,7 @@ def psutil_wait(processes: set, seconds: float = 2) -> None:
 
     psutil.wait_procs(processes, timeout=seconds)
 
-
+# %% ../../nbs/repro/04_job.ipynb #23eb40dc
 class Watch(threading.Thread):
     "Ends the kernel of `job` at its limits; afterwards `reason` says which, as (status, text)."
 

@@ -367,9 +367,9 @@ class Committed:
     record: dict | None = None
 
     def rows(self) -> list[tuple]:
-        "Statement, the paper's value, ours, verdict of each claim."
+        "Statement, verdict, our value, the paper's of each claim."
         claims = self.record["claims"] if self.record else []
-        return [(c["statement"], number(c.get("paper_value")), measured(c), c["verdict"]) for c in claims]
+        return [(c["statement"], c["verdict"], measured(c), number(c.get("paper_value"))) for c in claims]
 
     def __repr__(self) -> str:
         return f"Committed({self.slug!r}, {len(self.rows())} claims)"
@@ -378,7 +378,7 @@ class Committed:
         if not self.record:
             return f"*{self.slug}: no committed run.*"
         cell = lambda x: html.escape(str(x), quote=False).replace("|", "\\|").replace("\n", " ")
-        head = ["| claim | paper | measured | verdict |", "|---|---|---|---|"]
+        head = ["| claim | verdict | measured | paper |", "|---|---|---|---|"]
         return "\n".join(head + [f"| {' | '.join(map(cell, row))} |" for row in self.rows()])
 
     def _repr_html_(self) -> str:

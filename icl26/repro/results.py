@@ -284,7 +284,7 @@ def claims_table(
     claims: Sequence[Mapping],  # records as in results.json
     caption: str = "",
 ) -> str:
-    "HTML table of claims: statement and source, the paper's value, ours with its interval, baseline, scale, verdict."
+    "HTML table of claims: statement and source, verdict, our value with its interval, the paper's, baseline, scale. What matters most is left of where a narrow page cuts."
     esc = lambda x: html.escape(str(x))
     rows = []
     for c in claims:
@@ -294,9 +294,9 @@ def claims_table(
             d = c["difference"]
             base += f"<br><small>difference {esc(describe({**d, 'measured': d['value']}))}</small>"
         rows.append(f"<tr><td><strong>{esc(c['id'])}</strong><br>{esc(c['statement'])} <small>({esc(c['source'])})</small></td>"
-                    f"<td>{esc(show(c.get('paper_value')))}</td><td>{esc(describe(c))}{esc(unit)}</td><td>{base}</td>"
-                    f"<td>{esc(c['scale'])}</td><td>{badge(c['verdict'])}</td></tr>")
-    head = "".join(f"<th>{h}</th>" for h in ("claim", "paper", "measured [95 %]", "baseline", "scale", "verdict"))
+                    f"<td>{badge(c['verdict'])}</td><td>{esc(describe(c))}{esc(unit)}</td><td>{esc(show(c.get('paper_value')))}</td>"
+                    f"<td>{base}</td><td>{esc(c['scale'])}</td></tr>")
+    head = "".join(f"<th>{h}</th>" for h in ("claim", "verdict", "measured [95 %]", "paper", "baseline", "scale"))
     cap = f"<caption>{esc(caption)}</caption>" if caption else ""
     return (f'<div class="claims" style="overflow-x:auto"><table class="claims">{cap}<thead><tr>{head}</tr></thead>'
             f"<tbody>{''.join(rows)}</tbody></table></div>")

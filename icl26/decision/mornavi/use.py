@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ...cli import CommandParser, check_outputs, command
+from ...files import read_json
 from .equilibrium import solve_game
 from .game import MarkovGame, check_radii, robust_gaps, robust_values, two_step_game
 from .robustness import support_shift, visiting
@@ -74,11 +75,11 @@ def read_game(
     path: str | Path,
 ) -> tuple[MarkovGame, dict]:  # the game; names
     "The game of a JSON file. ValueError that names the file and what is wrong, OSError if it cannot be read."
+    data = read_json(path)
     try:
-        return game_from(json.loads(Path(path).read_text(encoding="utf-8-sig")))
-    except (ValueError, RecursionError) as e:
-        kind = "not valid JSON: " if isinstance(e, (json.JSONDecodeError, UnicodeDecodeError)) else ""
-        raise ValueError(f"{path}: {kind}{e}") from None
+        return game_from(data)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
 
 # %% ../../../nbs/decision/mornavi/07_use.ipynb #33f16a8f
 EXAMPLE = dict(states=["s0", "high", "medium", "trap"], agents=["row", "column"], actions=[["risky", "safe"]] * 2, start="s0")

@@ -373,7 +373,7 @@ def _leg_key(leg: tuple, hashes: Mapping | None) -> dict:
         "torch": torch.__version__,
     }
 
-# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #f1875145
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #4269b376
 HUB = {
     "lmsys": ("lmsys/lmsys-chat-1m", None, "train"),
     "mmlu": ("cais/mmlu", "abstract_algebra", "test"),
@@ -408,7 +408,7 @@ def _json_rows(path: Path, name: str, n: int) -> list[dict]:
             rows.append(row)
     return rows
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #1f56f191
 def data_rows(
     name: str,  # a key of HUB
     n: int,  # rows
@@ -430,7 +430,7 @@ def data_rows(
             f"{repo} is not to be had ({type(e).__name__}); put {name}.jsonl into the folder ICL26_DATA"
         ) from e
 
-
+# %% ../../../nbs/evaluation/logprob_audit/06_experiments.ipynb #f1875145
 def chat_examples(
     tokenizer: Callable,  # of the model
     rows: Sequence[Mapping],  # of lmsys: conversation, a list of {role, content}
