@@ -22,9 +22,9 @@ from icl26 import cli
 from icl26.networks.saga import use
 from icl26.networks.saga.baselines import Farthest, covariance, mmd
 from icl26.networks.saga.data import block_edges, views_of
-from icl26.networks.saga.model import Projection, cycled_batches, intra_alignment_loss, mean_entropy
+from icl26.networks.saga.model import Network, Projection, cycled_batches, intra_alignment_loss, mean_entropy
 from icl26.networks.saga.sad import moment_table, second_moment
-from icl26.networks.saga.studies import ABLATIONS, CROSSED, STATIC, Turned, build, rank_correlation, switches, train, watched
+from icl26.networks.saga.studies import ABLATIONS, CROSSED, STATIC, Clocked, Turned, build, rank_correlation, seconds, switches, train, watched
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
 
@@ -84,6 +84,30 @@ def test_graph_checks():
     ):
         with pytest.raises(ValueError, match=text):
             sg.MultiViewGraph(*args)
+    for args, text in ((([a * 1j + 1j * sp.eye_array(3)], x), "real"), (([a], x, [0, 1, 1e30]), "whole"), (([a], [[1], [1, 2]]), "different lengths"), ((torch.eye(3), x), "write .adj.")):
+        with pytest.raises(ValueError, match=text):
+            sg.MultiViewGraph(*args)
+    with pytest.raises(TypeError, match="adjs: a list"):
+        sg.MultiViewGraph(3, x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_tensors_of_any_type_and_layout_are_read():
+    rng = np.random.default_rng(0)
+    a, x = (rng.random((5, 5)) < 0.4).astype(float), rng.integers(-3, 4, (5, 2)).astype(float)
+    for adj in (torch.as_tensor(a), torch.as_tensor(a).to_sparse(), torch.as_tensor(a).to_sparse_csr(), torch.as_tensor(a).bool().to_sparse(), torch.as_tensor(a).half()):
+        for features in (torch.as_tensor(x).requires_grad_(), torch.as_tensor(x).bfloat16(), torch.as_tensor(x).to_sparse()):
+            g = sg.MultiViewGraph([adj], features, torch.arange(5))
+            assert (g.adjs[0].toarray() == a).all() and (g.x == x).all() and g.y.tolist() == list(range(5))
+    z = randn(6, 3)
+    assert sg.sad(z.numpy(), z.flip(0).tolist()) == sg.sad(z, z.flip(0)) and sg.dominant_pair(torch.tensor([[2.0, 1.0]]).bfloat16()) == (0, 1)
+    with pytest.raises(TypeError, match="z_t"):
+        sg.sad(z, None)
+
+
+@pytest.mark.parametrize("unit", [1e-200, 1e-13, 1e200])
+def test_the_unit_of_the_features_does_not_matter(pair, unit):
+    np.testing.assert_allclose(views_of(sg.MultiViewGraph(pair[0].adjs, pair[0].x * unit), 2), views_of(pair[0], 2), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,7 +141,7 @@ def test_propagation_is_dense_matrix_powers(pair):
     for _ in range(3):
         half.append(0.5 * dense @ half[-1] + 0.5 * pair[0].x)
     np.testing.assert_allclose(sg.propagate(a, pair[0].x, 3, 0.5), half[1:], atol=1e-12)
-    for hops, teleport in ((0, 0.0), (1, -0.1), (1, 1.1), (1.5, 0.0)):
+    for hops, teleport in ((0, 0.0), (1, -0.1), (1, 1.1), (1.5, 0.0), (None, 0.0), ("2", 0.0), (np.inf, 0.0), (1, "0")):
         with pytest.raises(ValueError, match="hops|teleport"):
             sg.propagate(a, pair[0].x, hops, teleport)
 
@@ -266,6 +290,80 @@ def test_fit_predict_and_history(pair):
         torch.testing.assert_close(torch.as_tensor(m.predict_proba(pair[1])), m.net_.classifier(z).softmax(1))
 
 
+def by_hand(source, target, *, anchor="domain", cross_view=False, selection="dynamic", hops=2, teleport=0.0, alpha=0.95, beta=1.0, delta=0.01, lam=1.0, tau=1.0):
+    "The first epoch written out with dense matrices and loops; of the package only the weights at the start. Pair, table, losses, gradients."
+    def smoothed(g):
+        out = []
+        for a in g.adjs:
+            b = np.maximum(a.toarray(), a.toarray().T)
+            np.fill_diagonal(b, 1)
+            b, x = b / np.sqrt(np.outer(b.sum(1), b.sum(1))), g.x
+            out.append([(x := (1 - teleport) * b @ x + teleport * g.x) for _ in range(hops)])
+        return [[torch.tensor(x / np.linalg.norm(x, axis=1, keepdims=True), dtype=torch.float32) for x in view] for view in out]
+
+    unit = lambda z: z / z.norm(dim=1, keepdim=True)
+    moment = lambda z: unit(z).T @ unit(z) / len(z)
+    ell = lambda p, q: -(unit(p) @ unit(q).T / tau).exp().mean(1).log().mean()
+    far = lambda p, q: ((moment(p) - moment(q)) ** 2).sum()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Network(source.n_features, 2, 4, 16, 8)
+    x = {d: smoothed(g) for d, g in (("S", source), ("T", target))}
+    z = {d: [[net.encoder(h) for h in view] for view in x[d]] for d in x}
+    every = [(v, k) for v in range(2) for k in range(hops)]
+    table = np.array([[[far(z["S"][a][k], z["T"][b][k]).item() for k in range(hops)] for b in range(2)] for a in range(2)])
+    own = np.array([table[v, v] for v in range(2)])
+    table = table if cross_view else own
+    w = np.exp(-lam * own) / np.exp(-lam * own).sum()
+    if isinstance(selection, tuple):
+        pair, w = selection, np.full((2, hops), 1 / (2 * hops))
+    else:
+        pair = None if selection == "average" else tuple(int(i) for i in np.unravel_index(table.argmin(), table.shape))
+    used = [pair[-1]] if pair else list(range(hops))
+    head = {"S": pair[0], "T": pair[-2]} if pair else {"S": 0, "T": 0}
+    star = {d: z[d][head[d]][pair[-1]] if pair else sum(z[d][v][k] for v, k in every) / len(every) for d in z}
+    read = {d: torch.cat([z[d][v][pair[-1]] if pair else star[d] for v in range(2)], 1) for d in z}
+    other = {"S": "T", "T": "S"} if anchor == "cross" else {"S": "S", "T": "T"}
+    q = net.classifier(read["T"]).softmax(1)
+    losses = dict(
+        loss_r=sum(((net.decoder(z[d][v][k]) - x[d][v][k]) ** 2).mean() for d in z for v in range(2) for k in used) / (2 * len(used)),
+        loss_ia=sum(w[v, k] * far(z[d][v][k], star[other[d]]) for d in z for v, k in every),
+        loss_ca=ell(*(p := [net.heads[head[d]](star[d]) for d in "ST"])) + ell(*p[::-1]),
+        loss_s=-net.classifier(read["S"]).log_softmax(1)[range(source.n_nodes), source.y].mean(), loss_t=-(q * q.log()).sum(1).mean())
+    losses["loss"] = losses["loss_r"] + alpha * losses["loss_ia"] + (1 - alpha) * losses["loss_ca"] + beta * losses["loss_s"] + delta * losses["loss_t"]
+    grads = torch.autograd.grad(losses["loss"], list(net.parameters()), allow_unused=True)
+    return pair, table, {name: value.item() for name, value in losses.items()}, list(zip(net.parameters(), grads))
+
+
+@pytest.mark.parametrize("settings", [{}, dict(anchor="cross"), dict(cross_view=True, anchor="cross", hops=3), dict(selection="average"), dict(selection="average", anchor="cross"),
+                                      dict(selection=(1, 0)), dict(cross_view=True, selection=(1, 0, 1)), dict(teleport=0.3, alpha=0.4, beta=2.0, delta=0.5, lam=20.0, tau=0.3)])
+def test_an_epoch_is_the_formulas_as_a_whole(settings):
+    source, target = sg.make_csbm(30, domain="source", seed=1), sg.make_csbm(23, domain="target", seed=2)
+    pair, table, losses, start = by_hand(source, target, **settings)
+    m = sg.SAGA(hidden=16, dim=8, epochs=1, weight_decay=0.0, **settings).fit(source, target)
+    (h,) = m.history_
+    assert h["pair"] == pair
+    if not isinstance(settings.get("selection"), tuple):
+        np.testing.assert_allclose(h["sad"], table, rtol=1e-3)
+    for name, value in losses.items():
+        np.testing.assert_allclose(h[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
+    for (before, grad), after in zip(start, m.net_.parameters()):                            # Adam's first step is lr times the sign of the gradient
+        if grad is None:
+            assert torch.equal(before, after)
+        else:
+            clear = grad.abs() > 1e-5
+            torch.testing.assert_close((after - before)[clear], -1e-3 * grad.sign()[clear], rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("selection", ["dynamic", (0, 0), "average"])
+def test_a_training_that_diverges_is_an_error_and_predicts_nothing(pair, selection):
+    m = sg.SAGA(**SMALL, lr=1e30, selection=selection)
+    with pytest.raises(ValueError, match="lr: training diverged"):
+        m.fit(*pair)
+    with pytest.raises(RuntimeError, match="not fitted"):
+        m.predict(pair[1])
+
+
 @pytest.mark.parametrize("settings", [{}, dict(anchor="cross"), dict(selection="average"), dict(cross_view=True), dict(batch_size=20, dropout=0.2)])
 def test_target_labels_are_never_used_and_seeds_decide(pair, settings):
     source, target = pair
@@ -312,13 +410,24 @@ def test_errors(pair):
         sg.SAGA().fit(source, sg.MultiViewGraph(target.adjs, target.x[:, 1:]))
     for bad in (dict(selection=(0, 2)), dict(selection="all"), dict(selection=(0.5, 0)), dict(selection=("a", 0)), dict(selection=(True, 0)), dict(anchor="x"), dict(epochs=0),
                 dict(lr=0), dict(lr="a"), dict(alpha="x"), dict(beta=np.nan), dict(delta=np.inf), dict(tau=None), dict(teleport=-1), dict(batch_size=0), dict(batch_size=True),
-                dict(seed=-1), dict(seed=0.5), dict(device="tpu")):
+                dict(seed=-1), dict(seed=0.5), dict(device="tpu"), dict(device="cuda:99"), dict(cross_view="no")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             sg.SAGA(**bad).fit(source, target)
     with pytest.raises(RuntimeError, match="not fitted"):
         sg.SAGA().predict(target)
     with pytest.raises(ValueError, match="profile"):
         sg.claims("laptop")
+    with pytest.raises(TypeError, match="graph: a MultiViewGraph"):
+        sg.SAGA(**SMALL).fit(*pair).predict(target.x)
+    for model, text in ((sg.FixedView(5, **SMALL), "view: "), (sg.FixedView(-1, **SMALL), "view: "), (sg.FixedHop(2, **SMALL), "hop: ")):
+        with pytest.raises(ValueError, match=text):
+            model.fit(*pair)
+    for call, text in ((lambda: sg.make_csbm(9.5, domain="source", seed=0), "n: "), (lambda: sg.make_csbm(9, domain="source", seed=None), "seed: "),
+                       (lambda: sg.make_csbm(9, domain=["source"], seed=0), "domain: "), (lambda: sg.make_digits(domain="source", seed=0, neighbors=0), "neighbors: "),
+                       (lambda: sg.make_digits(domain="source", seed=0, neighbors=2000), "n: "), (lambda: sg.shuffled(target, -1), "seed: "),
+                       (lambda: sg.plot_sad(sg.SAGA(), ["a", "b"]), "not fitted")):
+        with pytest.raises(ValueError, match=text):
+            call()
 
 
 def test_the_same_graph_leaves_nothing_to_choose(pair):
@@ -347,6 +456,9 @@ def test_gcn(pair):
     one, two = (sg.GCN(hidden=8, epochs=5).fit(*pair) for _ in range(2))
     np.testing.assert_array_equal(one.predict_proba(pair[1]), two.predict_proba(pair[1]))
     assert one.history_[-1]["loss_s"] < one.history_[0]["loss_s"]
+    assert one.transform(pair[1]).shape == (90, 8)
+    with pytest.raises(ValueError, match="graph: needs 2 views and 32 features"):
+        one.predict(sg.MultiViewGraph(pair[1].adjs, pair[1].x[:, 1:]))
 
 
 def test_gcn_without_the_package_says_what_to_install(pair, monkeypatch):
@@ -369,6 +481,25 @@ def test_measures():
     np.testing.assert_allclose([rank_correlation(*rising), rank_correlation(*rising, changes=True)], [1, -1])
     a, b = np.array([[0, 2, 1, 4, 9], [5, 1, 2, 7, 8]])                                      # differences 2 -1 3 5 and -4 1 5 1: ranks 2 1 3 4 and 1 2.5 4 2.5
     np.testing.assert_allclose(rank_correlation(a, b, changes=True), np.corrcoef([2, 1, 3, 4], [1, 2.5, 4, 2.5])[0, 1])
+
+
+def test_time_is_that_of_the_epochs_alone(pair, monkeypatch):
+    m, ticks = Clocked(**SMALL), iter(range(99))
+    m.clock = lambda: next(ticks)
+    assert m.fit(*pair).took_ == [1] * SMALL["epochs"] and next(ticks) == 2 * SMALL["epochs"]
+    np.testing.assert_array_equal(m.predict_proba(pair[1]), sg.SAGA(**SMALL).fit(*pair).predict_proba(pair[1]))
+    import icl26.networks.saga.model as model
+    import time
+
+    def slow(*args):
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+        return views_of(*args)
+
+    monkeypatch.setattr(model, "views_of", slow)                                             # smoothing as slow as that of a large graph
+    took = seconds(dict(name="block model", n=16, seed=0), 1, **SMALL)
+    assert max(t.max() for t in took.values()) < 2 * 0.05 / SMALL["epochs"]
 
 
 def test_methods_by_name_are_the_estimators(pair):
@@ -491,6 +622,11 @@ def test_smoke_measures_two_claims(smoke):
     measured = {c["id"] for c in record["claims"] if c["verdict"] != "not run"}
     assert measured == {"C1", "C6"}
     assert all("smoke" in c["reason"] for c in record["claims"] if c["id"] not in measured)
+    for c in record["claims"]:                                                               # 200 nodes and two seeds
+        for part in c["values"] or []:
+            if "accuracy" in part["label"]:
+                np.testing.assert_allclose(200 * np.array(part["values"]), np.round(200 * np.array(part["values"])), atol=1e-6)
+                assert part["n"] == 2
 
 
 def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
@@ -573,6 +709,7 @@ def test_from_pyg_composes_paths_and_reads_edge_types():
         (lambda: sg.from_pyg(h, views=[("paper", "on", "paper")]), "no edge type"),
         (lambda: sg.from_pyg(h, node_type="venue"), "node_type"),
         (lambda: sg.from_pyg(d, views=[0]), "no edge has the type 0"),
+        (lambda: sg.from_pyg(Data(x=torch.zeros(3, 1), edge_index=d.edge_index, edge_type=d.edge_type, edge_weight=torch.ones(3))), "2 edges need as many weights, got 3"),
         (lambda: sg.from_pyg(Data(x=torch.zeros(2, 1), edge_index=torch.tensor([[0], [2]]))), "between 0 and 1"),
         (lambda: sg.from_pyg(Data(edge_index=torch.zeros(2, 0, dtype=torch.long), num_nodes=2)), "has no 'x'"),
     ):
@@ -580,6 +717,61 @@ def test_from_pyg_composes_paths_and_reads_edge_types():
             make()
     with pytest.raises(TypeError, match="HeteroData"):
         sg.from_pyg({})
+    for y, text in ((torch.tensor([0, -1, 1]), "'y' has 1 numbers below 0"), (torch.tensor([[1, 0], [1, 1], [0, 1]]), "the first is row 1"), (torch.zeros(3, 2), "3 of 3 are not")):
+        d.y = y                                                                              # nodes with no label, or with two
+        with pytest.raises(ValueError, match=text):
+            sg.from_pyg(d)
+        assert sg.from_pyg(d, y=None).y is None
+    for views in (3, "by", [3], [[]], ["by"], [("paper", "cites")]):
+        with pytest.raises(ValueError, match="views: "):
+            sg.from_pyg(h, views=views)
+    path = [[("paper", "by", "author"), ("author", "of", "paper")]]
+    n = h["paper", "by", "author"].edge_index.shape[1]
+    h["paper", "by", "author"].edge_weight = torch.arange(n).bfloat16()                      # the first is 0: no edge
+    first = np.zeros_like(b)
+    first[tuple(np.stack(b.nonzero())[:, 0])] = True
+    np.testing.assert_array_equal(sg.from_pyg(h, views=path).adjs[0].toarray(), ((b & ~first).astype(int) @ b.T.astype(int) > 0).astype(float))
+    for wrong in (-1.0, float("nan")):
+        h["paper", "by", "author"].edge_weight = torch.full((n,), wrong)
+        with pytest.raises(ValueError, match="weights must be finite and 0 or more"):
+            sg.from_pyg(h, views=path)
+
+
+def test_views_taken_by_themselves_must_be_the_same_in_both_graphs():
+    pytest.importorskip("torch_geometric")
+    from torch_geometric.data import Data, HeteroData
+
+    def hetero(kinds):
+        out = HeteroData()
+        out["user"].x, out["user"].y = torch.eye(4), torch.arange(4) % 2
+        for kind in kinds:
+            out["user", kind, "user"].edge_index = torch.tensor([[0, 1], [1, 2]])
+        return out
+
+    typed = lambda kinds: sg.from_pyg(Data(x=torch.eye(4), y=torch.arange(4) % 2, edge_index=torch.tensor([[0, 1], [1, 2]]), edge_type=torch.tensor(kinds)))
+    a, b = hetero(["trades", "follows"]), hetero(["follows", "trades"])
+    edges = [("user", "follows", "user"), ("user", "trades", "user")]
+    for source, target in ((sg.from_pyg(a), sg.from_pyg(b)), (typed([0, 1]), typed([0, 2])), (sg.from_pyg(a, views={"p": edges[0], "q": edges[1]}), sg.from_pyg(b, views={"q": edges[1], "p": edges[0]}))):
+        with pytest.raises(ValueError, match="target: needs the views of the source in their order"):
+            sg.SAGA(**SMALL).fit(source, target)
+    m = sg.SAGA(**SMALL).fit(sg.from_pyg(a, views=edges), sg.from_pyg(b, views=edges))       # a list is taken as it is
+    assert m.predict(sg.from_pyg(a)).shape == (4,)
+    with pytest.raises(ValueError, match="graph: needs the views"):
+        sg.SAGA(**SMALL).fit(sg.from_pyg(a), sg.from_pyg(a)).predict(sg.from_pyg(b))
+    assert sg.adapt(sg.from_pyg(a), sg.from_pyg(a), **SMALL)[1].views == ["trades", "follows"]
+
+
+def test_advice_names_what_the_numbers_show(pair):
+    flat = sg.MultiViewGraph(pair[0].adjs, np.ones_like(pair[0].x), pair[0].y)               # nothing to learn
+    assert "the source itself is hardly learnt" in repr(sg.adapt(flat, pair[1], **SMALL)[1])
+    source, target = (sg.make_csbm(160, domain=d, seed=2) for d in ("source", "target"))     # learnt; the target falls into one class
+    far = sg.MultiViewGraph(target.adjs, target.x + 20)
+    kw = dict(hidden=32, dim=16, epochs=40, batch_size=40)
+    report = sg.adapt(source, far, **kw)[1]
+    assert report.source_accuracy > 0.7 and report.shares.max() > 0.9 and "try anchor='cross'" in repr(report)
+    report = sg.adapt(source, far, anchor="cross", selection=(0, 0), alpha=0.0, **kw)[1]     # told so already
+    assert report.shares.max() > 0.9 and "try anchor" not in repr(report) and "too far apart" in repr(report)
+    assert sg.adapt(source, source, **kw)[1].advice is None
 
 
 def test_loaders_read_the_official_format(tmp_path):
@@ -603,12 +795,20 @@ def test_loaders_read_the_official_format(tmp_path):
     c = sg.load_mag(tmp_path, "FR")
     assert c.y.tolist() == b.y.tolist() and (c.x == b.x).all() and c.adjs[1].toarray()[0, 1] == 4
     for file, wrong in (("label", torch.zeros(n, 0)), ("label", torch.zeros(n, dtype=torch.complex64)), ("label", torch.zeros(n, 2, 2)), ("feat", torch.ones(n, 2, dtype=torch.complex64)),
+                        ("label", torch.zeros(n, 3)), ("label", torch.ones(n, 3)), ("label", torch.full((n, 3), float("nan"))),
                         ("pp", torch.eye(n, dtype=torch.complex64)), ("pp", coo.to(torch.complex64))):
         held = (tmp_path / f"FR/{file}.pt").read_bytes()
         torch.save(wrong, tmp_path / f"FR/{file}.pt")
         with pytest.raises(ValueError, match=f"{file}.pt: "):
             sg.load_mag(tmp_path, "FR")
         (tmp_path / f"FR/{file}.pt").write_bytes(held)
+    for views in ("pap", ("pap", "pap"), ("feat", "pap")):
+        for call in (lambda: sg.load_domain(tmp_path / "FR", views), lambda: sg.save_domain(c, tmp_path / "new", views)):
+            with pytest.raises(ValueError, match="views: a list of different names"):
+                call()
+    with pytest.raises(ValueError, match="one_hot"):
+        sg.save_domain(sg.MultiViewGraph(c.adjs, c.x, c.y - 5), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     for call in (lambda: sg.load_acm(tmp_path, "CN"), lambda: sg.load_mag(tmp_path, "ACM1")):
         with pytest.raises(ValueError, match="name"):
             call()
@@ -644,9 +844,22 @@ def test_the_command(tmp_path):
     (tmp_path / "e/target/pap.pt").write_bytes(bytes(range(200)))
     for argv, text in (
         (args, "pap.pt"), (["adapt", tmp_path / "no", tmp_path], "no such folder"), ([*args, "--out", tmp_path], "is a folder"), ([*args, "--plot", "x.doc"], "--plot"),
-        ([*args, "--views", "pap,,psp"], "--views"), ([*args, "--views", ""], "--views"),
+        ([*args, "--views", "pap,,psp"], "--views"), ([*args, "--views", ""], "--views"), ([*args, "--views", "pap,pap"], "--views"),
         (["example", tmp_path], "exists"), ([], "required"),
     ):
         code, out, err = run(*argv)
         assert code == 2 and err.startswith("icl26: error: ") and text in err and err.count("\n") == 1, (argv, err)
     assert run("--help")[0] == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path, monkeypatch):
+    run("example", tmp_path / "e")
+    monkeypatch.setattr(use, "adapt", lambda *a, **kw: pytest.fail("trained first"))
+
+    def refuse(*args, **kw):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(use.tempfile, "TemporaryFile", refuse)
+    for option in ("--out", "--plot"):
+        code, _, err = run("adapt", tmp_path / "e/source", tmp_path / "e/target", option, tmp_path / "x.png")
+        assert code == 2 and f"{option}: the folder of" in err and "Permission denied" in err and err.count("\n") == 1

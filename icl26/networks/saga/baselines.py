@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data import MultiViewGraph, normalized_adjacency
-from .model import SAGA, Base, Network, check_graphs, check_settings, cycled_batches, device_of, perceptron
+from .data import MultiViewGraph, normalized_adjacency, whole
+from .model import SAGA, Base, Network, check_graphs, check_settings, cycled_batches, device_of, gpus_of, perceptron
 
 # %% ../../../nbs/networks/saga/03_baselines.ipynb #c88b9879
 class SourceOnly(SAGA):
@@ -58,9 +58,9 @@ class GCN(Base):
         check_settings(SAGA(**self.get_params()))
         check_graphs(source, target)
         self.classes_, y = np.unique(source.y, return_inverse=True)
-        self.shape_, self.history_ = (source.n_views, source.n_features), []
+        self.shape_, self.names_, self.history_ = (source.n_views, source.n_features), source.names, []
         self.device_ = device_of(self.device)
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if "cuda" in str(self.device_) else []):
+        with torch.random.fork_rng(devices=gpus_of(self.device_)):
             torch.manual_seed(self.seed)
             self.net_ = gcn_layers((source.n_features, self.hidden, len(self.classes_))).to(self.device_)
             optimizer = torch.optim.Adam(self.net_.parameters(), lr=self.lr, weight_decay=self.weight_decay)
@@ -84,10 +84,14 @@ class GCN(Base):
 
     @torch.no_grad()
     def predict_proba(self, graph: MultiViewGraph) -> np.ndarray:  # (N, C)
-        "Class probabilities of each node."
-        if not hasattr(self, "net_"):
-            raise RuntimeError("GCN is not fitted yet; call fit(source, target)")
-        return self.forward(*self.load(graph)).softmax(1).cpu().numpy()
+        "Class probabilities of each node. Errors as those of `SAGA`."
+        return self.forward(*self.load(self._checked(graph))).softmax(1).cpu().numpy()
+
+    @torch.no_grad()
+    def transform(self, graph: MultiViewGraph) -> np.ndarray:  # (N, hidden)
+        "What the last layer reads of each node."
+        x, edges, weights = self.load(self._checked(graph))
+        return F.elu(self.net_[0](x, edges, weights)).cpu().numpy()
 
 # %% ../../../nbs/networks/saga/03_baselines.ipynb #96aac5a2
 class Variant(SAGA):
@@ -98,6 +102,13 @@ class Variant(SAGA):
         return sorted({*SAGA._get_param_names(), *cls.own})
 
     own: tuple = ()
+
+    def place(self, name: str, n: int) -> int:
+        "The setting as a number below n. ValueError if it is none."
+        value = whole(getattr(self, name), name)
+        if value >= n:
+            raise ValueError(f"{name}: a number below {n} is needed, got {value}")
+        return value
 
 
 class FixedView(Variant):
@@ -111,8 +122,9 @@ class FixedView(Variant):
 
     def choose(self, table: Tensor) -> tuple[int, ...]:
         "The hop with the smallest distance in this view."
-        row = table[(self.view,) * (table.ndim - 1)]                          # IndexError for a view that is not there
-        return (self.view,) * (table.ndim - 1) + (int(row.cpu().numpy().argmin()),)
+        view = self.place("view", table.shape[0])
+        row = table[(view,) * (table.ndim - 1)]
+        return (view,) * (table.ndim - 1) + (int(row.cpu().numpy().argmin()),)
 
 
 class FixedHop(Variant):
@@ -126,8 +138,9 @@ class FixedHop(Variant):
 
     def choose(self, table: Tensor) -> tuple[int, ...]:
         "The view with the smallest distance at this hop."
-        at = table[..., self.hop].cpu().numpy()
-        return tuple(int(i) for i in np.unravel_index(at.argmin(), at.shape)) + (self.hop,)
+        hop = self.place("hop", table.shape[-1])
+        at = table[..., hop].cpu().numpy()
+        return tuple(int(i) for i in np.unravel_index(at.argmin(), at.shape)) + (hop,)
 
 
 class Farthest(SAGA):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['perceptron', 'Projection', 'Network', 'intra_alignment_loss', 'cross_alignment_loss', 'mean_entropy',
-           'cycled_batches', 'check_settings', 'device_of', 'check_selection', 'check_graphs', 'Base', 'Choice',
-           'Epoch', 'SAGA']
+           'cycled_batches', 'check_settings', 'device_of', 'gpus_of', 'check_selection', 'check_graphs', 'Base',
+           'Choice', 'Epoch', 'SAGA']
 
 # %% ../../../nbs/networks/saga/02_model.ipynb #f7e27603
 import math
@@ -75,6 +75,8 @@ def cross_alignment_loss(
     "ℓ(p, q) + ℓ(q, p): attraction by cosine similarity. ValueError for τ <= 0, no rows, or unequal widths."
     if not tau > 0:
         raise ValueError(f"tau: must be above 0, got {tau!r}")
+    if not isinstance(p, Tensor) or not isinstance(q, Tensor):
+        raise TypeError(f"p and q: tensors are needed, got {type(p).__name__} and {type(q).__name__}")
     if p.ndim != 2 or q.ndim != 2 or p.shape[1] != q.shape[1] or not len(p) or not len(q):
         raise ValueError(f"q: projections of the shape (N, d) with one d are needed, got {tuple(p.shape)} and {tuple(q.shape)}")
     s = F.normalize(p, dim=1) @ F.normalize(q, dim=1).T / tau                 # (N_P, N_Q)
@@ -126,6 +128,8 @@ def check_settings(m) -> None:
     for name in ("tau", "lr"):
         if not getattr(m, name) > 0:
             raise ValueError(f"{name}: must be above 0, got {getattr(m, name)!r}")
+    if not isinstance(m.cross_view, (bool, np.bool_)):
+        raise ValueError(f"cross_view: True or False is needed, got {m.cross_view!r}")
     if m.anchor not in ("domain", "cross"):
         raise ValueError(f"anchor: 'domain' or 'cross' is needed, got {m.anchor!r}")
 
@@ -136,7 +140,18 @@ def device_of(device: str) -> str:
         raise ValueError(f"device: 'cpu', 'cuda' or 'auto' is needed, got {device!r}")
     if str(device).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} needs a GPU that PyTorch can use, and there is none; use 'cpu', or 'auto' to take one if there is")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    number = str(device).split(":")[1:]
+    if number and not (number[0].isdecimal() and (str(device).startswith("cpu") or int(number[0]) < torch.cuda.device_count())):
+        raise ValueError(f"device: {str(device)!r} is not there; GPUs are numbered from 0 to {torch.cuda.device_count() - 1}")
+    return str(device)
+
+
+def gpus_of(device: str) -> list[int]:
+    "The GPU whose random state a training changes, for `torch.random.fork_rng`; none for the CPU."
+    d = torch.device(device)
+    return [] if d.type == "cpu" else [torch.cuda.current_device() if d.index is None else d.index]
 
 
 def check_selection(selection, n_views: int, hops: int, cross_view: bool):
@@ -160,6 +175,8 @@ def check_graphs(source, target) -> None:
             raise TypeError(f"{name}: a MultiViewGraph is needed, got {type(graph).__name__}")
     if source.n_views != target.n_views:
         raise ValueError(f"target: needs the views of the source ({source.n_views}), in their order, got {target.n_views}")
+    if None not in (source.names, target.names) and list(source.names) != list(target.names):
+        raise ValueError(f"target: needs the views of the source in their order, {list(source.names)}, got {list(target.names)}; give both graphs the same `views`")
     if source.n_features != target.n_features:
         raise ValueError(f"target: needs the features of the source ({source.n_features}), got {target.n_features}")
     if source.y is None:
@@ -169,13 +186,21 @@ def check_graphs(source, target) -> None:
 class Base(BaseEstimator):
     "What the estimators of these pages share once they are fitted: prediction."
 
-    def _inputs(self, graph: MultiViewGraph) -> Tensor:
-        "The smoothed features of a graph, (V, K, N, F). RuntimeError before `fit`, ValueError for other views or features."
+    def _checked(self, graph: MultiViewGraph) -> MultiViewGraph:
+        "The graph. RuntimeError before `fit`, TypeError: no multi-view graph, ValueError: other views or features than in `fit`."
         if not hasattr(self, "net_"):
             raise RuntimeError(f"{type(self).__name__} is not fitted yet; call fit(source, target)")
+        if not isinstance(graph, MultiViewGraph):
+            raise TypeError(f"graph: a MultiViewGraph is needed, got {type(graph).__name__}")
+        if None not in (graph.names, self.names_) and list(graph.names) != list(self.names_):
+            raise ValueError(f"graph: needs the views {list(self.names_)} in this order as in fit, got {list(graph.names)}")
         if (graph.n_views, graph.n_features) != self.shape_:
             raise ValueError(f"graph: needs {self.shape_[0]} views and {self.shape_[1]} features as in fit, got {graph.n_views} and {graph.n_features}")
-        return torch.as_tensor(views_of(graph, self.hops, self.teleport))
+        return graph
+
+    def _inputs(self, graph: MultiViewGraph) -> Tensor:
+        "The smoothed features of a graph, (V, K, N, F). Errors as `_checked`."
+        return torch.as_tensor(views_of(self._checked(graph), self.hops, self.teleport))
 
     @torch.no_grad()
     def transform(self, graph: MultiViewGraph) -> np.ndarray:  # (N, V·dim)
@@ -224,9 +249,16 @@ class Choice:
     def select(self, m_s: Tensor, m_t: Tensor) -> tuple:  # pair (None: average), weights (V, K), table as an array
         "The SAD table from both domains' moments, the pair, the weights. Without a gradient."
         table = moment_table(m_s.detach(), m_t.detach(), self.cross_view)
+        if not table.isfinite().all():
+            self.diverged()
         pair = self.choose(table) if self.selection_ == "dynamic" else None
         same = table.diagonal(dim1=0, dim2=1).mT if self.cross_view else table    # (V, K)
         return pair, sad_weights(same, self.lam).to(m_s.dtype), table.cpu().numpy()
+
+    def diverged(self) -> None:
+        "ValueError: numbers that are no numbers any more. The estimator is not fitted then."
+        del self.net_
+        raise ValueError(f"lr: training diverged in epoch {len(self.history_)}, weights or embeddings are not finite; a smaller learning rate is needed, got {self.lr!r}")
 
     def fixed(self, like: Tensor) -> tuple:
         "A fixed pair in the place of `select`: equal weights, no table."
@@ -292,7 +324,7 @@ class Epoch:
 class SAGA(Epoch, Choice, Base):
     """Structural aggregation guided alignment: a node classifier for the target, from the source's labels.
 
-    ValueError in `fit`: settings out of range, views or feature sizes that differ, a source without labels."""
+    ValueError in `fit`: settings out of range, views or feature sizes that differ, a source without labels, a training that diverges."""
 
     def __init__(
         self,
@@ -309,7 +341,7 @@ class SAGA(Epoch, Choice, Base):
         lr: float = 1e-3,  # of Adam; official code
         weight_decay: float = 1e-4,  # official code
         epochs: int = 50,  # official code (100 for ACM2 to ACM1)
-        batch_size: int | None = None,  # nodes of each domain a step, None: all; official 1000 (ACM), 10000 (MAG)
+        batch_size: int | None = None,  # nodes of each domain a step, None: all, and N_S × N_T cosines in L_CA; official 1000 (ACM), 10000 (MAG)
         dropout: float = 0.0,  # official code (0.05 for ACM2 to ACM1)
         selection="dynamic",  # "dynamic", (v, k) or "average"
         anchor: str = "domain",  # "domain": the paper's; "cross": ours
@@ -329,10 +361,10 @@ class SAGA(Epoch, Choice, Base):
         self.selection_ = check_selection(self.selection, source.n_views, self.hops, self.cross_view)
         self.device_ = device_of(self.device)
         self.classes_, y = np.unique(source.y, return_inverse=True)
-        self.shape_, self.history_ = (source.n_views, source.n_features), []
+        self.shape_, self.names_, self.history_ = (source.n_views, source.n_features), source.names, []
         x_s, x_t = (torch.as_tensor(views_of(g, self.hops, self.teleport)).to(self.device_) for g in (source, target))
         y = torch.as_tensor(y).to(self.device_)
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if "cuda" in str(self.device_) else []):
+        with torch.random.fork_rng(devices=gpus_of(self.device_)):
             torch.manual_seed(self.seed)
             self.net_ = Network(source.n_features, source.n_views, len(self.classes_), self.hidden, self.dim, self.dropout)
             self.prepare(self.net_, source, target)
@@ -341,7 +373,11 @@ class SAGA(Epoch, Choice, Base):
             for epoch in range(self.epochs):
                 self.history_.append({"epoch": epoch} | self.one_epoch(optimizer, x_s, x_t, y, epoch / self.epochs))
                 self.pair_ = self.history_[-1]["pair"]
+                if not math.isfinite(self.history_[-1]["loss"]):
+                    self.diverged()
                 self.epoch_end(x_s, x_t, y)
+            if not all(p.isfinite().all() for p in self.net_.parameters()):
+                self.diverged()
         return self
 
     def prepare(self, net: Network, source: MultiViewGraph, target: MultiViewGraph) -> None:

@@ -25,8 +25,11 @@ def second_moment(
 
 
 def embeddings(z_s, z_t) -> tuple[Tensor, Tensor]:
-    "Both as floating-point tensors. ValueError: not matrices with one width, or no rows."
-    z_s, z_t = (z if isinstance(z, Tensor) else torch.as_tensor(z) for z in (z_s, z_t))
+    "Both as floating-point tensors. TypeError: no numbers. ValueError: not matrices with one width, or no rows."
+    for name, z in (("z_s", z_s), ("z_t", z_t)):
+        if not isinstance(z, Tensor) and np.asarray(z).dtype.kind not in "fiub":
+            raise TypeError(f"{name}: a tensor or an array of floating-point numbers is needed, got {type(z).__name__}")
+    z_s, z_t = (z if isinstance(z, Tensor) else torch.as_tensor(np.asarray(z)) for z in (z_s, z_t))
     for name, z in (("z_s", z_s), ("z_t", z_t)):
         if z.ndim != 2 or not len(z) or not z.is_floating_point():
             raise ValueError(f"{name}: floating-point numbers of the shape (N, d), N at least 1, are needed, got {z.dtype} of the shape {tuple(z.shape)}")
@@ -86,7 +89,7 @@ def dominant_pair(
     table: Tensor,  # (V, K); or (V, V, K)
 ) -> tuple[int, ...]:  # (v, k), 0-based; or (v_S, v_T, k)
     "Place of the smallest entry, the first of equal ones. ValueError: an empty table or NaN."
-    t = table.detach().cpu().numpy() if isinstance(table, Tensor) else np.asarray(table)
+    t = table.detach().cpu().double().numpy() if isinstance(table, Tensor) else np.asarray(table, float)
     if t.ndim < 2 or not t.size or np.isnan(t).any():
         raise ValueError(f"table: numbers of the shape (V, K) without NaN are needed, got the shape {t.shape}")
     return tuple(int(i) for i in np.unravel_index(int(t.argmin()), t.shape))
@@ -98,7 +101,7 @@ def sad_weights(
 ) -> Tensor:  # (V, K), sums to 1
     "Weights that fall with the distance; no gradient. ValueError: negative λ, an empty table or NaN."
     table = (table if isinstance(table, Tensor) else torch.as_tensor(table)).detach()
-    if not 0 <= lam < float("inf"):
+    if not isinstance(lam, (int, float, np.integer, np.floating)) or not 0 <= lam < float("inf"):
         raise ValueError(f"lam: must be finite and 0 or more, got {lam!r}")
     if not table.numel() or table.isnan().any():
         raise ValueError(f"table: numbers without NaN are needed, got the shape {tuple(table.shape)}")

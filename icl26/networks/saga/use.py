@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['numbers_of', 'edge_matrix', 'nodes_of', 'hetero_step', 'hetero_view', 'homogeneous_views', 'from_pyg', 'Report',
-           'adapt', 'show_report', 'plot_sad', 'build_parser', 'check_targets', 'run_adapt', 'write_example', 'main']
+           'advice_of', 'adapt', 'show_report', 'plot_sad', 'build_parser', 'check_targets', 'run_adapt',
+           'write_example', 'main']
 
 # %% ../../../nbs/networks/saga/06_use.ipynb #ea14bb16
 import argparse
 import csv
 import io
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +22,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from ...cli import CommandParser, command
-from .data import MultiViewGraph, load_domain, make_csbm, save_domain
-from .model import SAGA, device_of
+from .data import MultiViewGraph, as_numbers, class_of_rows, load_domain, make_csbm, save_domain
+from .model import SAGA, check_graphs, device_of
 from .studies import switches
 from ...repro.results import write_text
 
@@ -30,11 +33,12 @@ def numbers_of(store, key: str, where: str) -> np.ndarray:
     value = getattr(store, key, None) if key in store else None
     if value is None:
         raise ValueError(f"{where}: has no {key!r}; it holds {', '.join(map(repr, store.keys())) or 'nothing'}")
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+    value = as_numbers(value)
+    return value.toarray() if sp.issparse(value) else np.asarray(value)
 
 
 def edge_matrix(edge_index: np.ndarray, weight: np.ndarray | None, shape: tuple[int, int], where: str) -> sp.csr_array:
-    "Edges as a sparse matrix; of repeated ones the weights add up. ValueError for indices beyond the nodes, or other numbers of weights."
+    "Edges as a sparse matrix; of repeated ones the weights add up. ValueError for indices beyond the nodes, other numbers of weights, or negative or non-finite ones."
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
         raise ValueError(f"{where}: edge_index must hold whole numbers of the shape (2, E), got {edge_index.dtype} of the shape {edge_index.shape}")
     for side, n, row in zip(("first", "second"), shape, edge_index):
@@ -43,6 +47,8 @@ def edge_matrix(edge_index: np.ndarray, weight: np.ndarray | None, shape: tuple[
     weight = np.ones(edge_index.shape[1]) if weight is None else np.asarray(weight, np.float64).reshape(-1)
     if len(weight) != edge_index.shape[1]:
         raise ValueError(f"{where}: {edge_index.shape[1]} edges need as many weights, got {len(weight)}")
+    if not (np.isfinite(weight) & (weight >= 0)).all():
+        raise ValueError(f"{where}: weights must be finite and 0 or more, found {weight[~(np.isfinite(weight) & (weight >= 0))][0]}")
     return sp.csr_array((weight, edge_index), shape=shape)
 
 
@@ -67,13 +73,20 @@ def hetero_step(data, edge_type: Sequence[str]) -> sp.csr_array:
 
 def hetero_view(data, path, node_type: str) -> sp.csr_array:
     "One view: an edge type, or the product along a path of them, with ones where there is a path. ValueError for a path that does not close."
-    path = [path] if isinstance(path[0], str) else list(path)
-    ends = [(t[0], t[2]) if len(t) == 3 else ("?", "?") for t in path]
+    triple = lambda t: isinstance(t, (tuple, list)) and len(t) == 3 and all(isinstance(part, str) for part in t)
+    given, path = path, [path] if triple(path) else path
+    if not isinstance(path, (tuple, list)) or not path or not all(map(triple, path)):
+        raise ValueError(f"views: each must be an edge type (a, b, c), or a list of them that is a path, got {given!r}; types are {', '.join(map(str, data.edge_types)) or 'none'}")
+    ends = [(t[0], t[2]) for t in path]
     if ends[0][0] != node_type or ends[-1][1] != node_type or any(a[1] != b[0] for a, b in zip(ends, ends[1:])):
         raise ValueError(f"views: a path must lead from {node_type!r} to {node_type!r}, each edge type starting where the one before ends; got {' then '.join(map(str, path))}")
-    out = hetero_step(data, path[0])
-    for step in path[1:]:
-        out = out @ hetero_step(data, step)
+    out, *others = (hetero_step(data, step) for step in path)
+    for step in others:
+        for m in (out, step):
+            m.eliminate_zeros()                                               # an edge of weight 0 is none
+            m.data[:] = 1.0
+        out = out @ step
+    if others:
         out.data[:] = 1.0
     return out
 
@@ -82,10 +95,11 @@ def homogeneous_views(data, views) -> list[sp.csr_array]:
     "Views of a Data: one for each number in edge_type (or those in `views`), or the only one. ValueError for types that no edge has."
     edges, n = numbers_of(data, "edge_index", "data"), nodes_of(data, "data")
     weight = numbers_of(data, "edge_weight", "data") if "edge_weight" in data else None
+    every = edge_matrix(edges, weight, (n, n), "data")                        # checked as a whole
     if "edge_type" not in data:
         if views is not None:
             raise ValueError("views: the graph has no 'edge_type', so all its edges are one view; leave views out")
-        return [edge_matrix(edges, weight, (n, n), "data")]
+        return [every]
     kind = numbers_of(data, "edge_type", "data")
     if kind.shape != edges.shape[1:]:
         raise ValueError(f"edge_type: one number for each of the {edges.shape[1]} edges is needed, got the shape {kind.shape}")
@@ -104,35 +118,47 @@ def from_pyg(
     x: str = "x",  # name of the features
     y: str | None = "y",  # name of the labels; None, or not in the graph: no labels
 ) -> MultiViewGraph:
-    "A multi-view graph from PyTorch Geometric. ValueError that names what is missing or does not fit; ImportError without the package."
+    """A multi-view graph from PyTorch Geometric. ValueError that names what is missing or does not fit; ImportError without the package.
+
+    Weights are `edge_weight` (`edge_attr` is not read); masks are not read, so that every node of a source needs a label. The views' names are kept if `views` is a mapping or None:
+    `SAGA` then refuses two graphs whose views differ. Of a list the order is taken as it is."""
     try:
         from torch_geometric.data import Data, HeteroData
     except ImportError as e:
         raise ImportError('from_pyg needs torch_geometric: pip install "icl26[networks]"') from e
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data: a torch_geometric Data or HeteroData is needed, got {type(data).__name__}")
-    views = list(views.values()) if isinstance(views, Mapping) else views
+    if views is not None and (isinstance(views, str) or not isinstance(views, (Sequence, Mapping, np.ndarray))):
+        raise ValueError(f"views: a list, a mapping from names, or None is needed, got {views!r}")
+    names, views = (list(map(str, views)), list(views.values())) if isinstance(views, Mapping) else (None, views)
     if views is not None and not len(views):
         raise ValueError("views: at least one is needed, got none; None takes every type there is")
     if isinstance(data, Data):
         store, where, adjs = data, "data", homogeneous_views(data, views)
+        if views is None and "edge_type" in data:
+            names = [f"type {v}" for v in np.unique(numbers_of(data, "edge_type", "data"))]
     else:
         featured = [t for t in data.node_types if x in data[t]]
         if node_type is None and len(featured) != 1:
             raise ValueError(f"node_type: say which nodes to classify; with features {x!r} there are {featured}")
-        node_type = node_type or featured[0]
+        node_type = featured[0] if node_type is None else node_type
         if node_type not in data.node_types:
             raise ValueError(f"node_type: {node_type!r} is not one of {data.node_types}")
         own = [t for t in data.edge_types if t[0] == t[2] == node_type]
         if views is None and not own:
             raise ValueError(f"views: no edge type leads from {node_type!r} to {node_type!r}; give paths such as [('{node_type}', …, other), (other, …, '{node_type}')]; "
                              f"types are {', '.join(map(str, data.edge_types)) or 'none'}")
+        names = [t[1] for t in own] if views is None else names
         store, where = data[node_type], f"node type {node_type!r}"
         adjs = [hetero_view(data, v, node_type) for v in (own if views is None else views)]
     labels = numbers_of(store, y, where) if y is not None and y in store else None
     if labels is not None and labels.ndim == 2:
-        labels = labels.argmax(1) if labels.shape[1] > 1 else labels[:, 0]
-    return MultiViewGraph(adjs, numbers_of(store, x, where), labels)
+        labels = class_of_rows(labels, f"{where}, {y!r}") if labels.shape[1] > 1 else labels[:, 0]
+    if labels is not None and labels.dtype.kind in "if" and (labels < 0).any():
+        raise ValueError(f"{where}: {y!r} has {(labels < 0).sum()} numbers below 0, the mark of nodes without a label; leave those nodes out of a source (data.subgraph), give y=None for a target")
+    graph = MultiViewGraph(adjs, numbers_of(store, x, where), labels)
+    graph.names = names
+    return graph
 
 # %% ../../../nbs/networks/saga/06_use.ipynb #69dc488b
 @dataclass
@@ -151,30 +177,43 @@ class Report:
     source_accuracy: float  # on the source, in training
     target_accuracy: float | None  # if the target has labels; they were not used
     views: list  # names
+    advice: str | None = None  # where the numbers look as if nothing useful was learnt
 
     def __repr__(self) -> str:
         return show_report(self)
 
 
+def advice_of(model: SAGA, source: MultiViewGraph, accuracy: float, largest: float) -> str | None:
+    "What to try: if the source isn't learnt (little above its most frequent class), or if nearly all nodes of the target got one class."
+    most = np.unique(source.y, return_counts=True)[1].max() / source.n_nodes
+    if accuracy < most + 0.2 * (1 - most):
+        return f"the source itself is hardly learnt (accuracy {accuracy:.3f}; its most frequent class has {most:.3f}): more epochs, smaller batches or a larger learning rate"
+    if largest <= 0.9 or len(model.classes_) < 2:
+        return None
+    return "nearly all nodes got one class; if the target is not like that, " + ("try anchor='cross' (--anchor cross)" if model.anchor == "domain" else "the domains may be too far apart for this alignment")
+
+
 def adapt(
     source: MultiViewGraph,  # with labels
     target: MultiViewGraph,  # labels, if any, are only for the report
-    views: Sequence[str] | None = None,  # names for the report
+    views: Sequence[str] | None = None,  # names for the report; None: those of the graph, or numbers
     **settings,  # of `SAGA`
 ) -> tuple[SAGA, Report]:
     "Fit SAGA, predict the target, and report. Errors as `SAGA.fit`; ValueError for another number of names than views."
-    views = [f"view {v}" for v in range(source.n_views)] if views is None else list(views)
-    if len(views) != source.n_views:
+    check_graphs(source, target)
+    views = source.names or [f"view {v}" for v in range(source.n_views)] if views is None else list(views)
+    if isinstance(views, str) or len(views) != source.n_views:
         raise ValueError(f"views: {source.n_views} names are needed, got {views}")
     model = SAGA(**settings).fit(source, target)
     proba, table = model.predict_proba(target), [np.asarray(h["sad"]) for h in model.history_]
     best = proba.argmax(1)
     predicted = model.classes_[best]
-    pairs = [h["pair"] for h in model.history_]
+    shares = np.bincount(best, minlength=len(model.classes_)) / len(best)
+    pairs, source_accuracy = [h["pair"] for h in model.history_], float((model.predict(source) == source.y).mean())
     entropy = -(proba * np.log(np.maximum(proba, 1e-30))).sum(1).mean()
-    return model, Report(predicted, proba.max(1), model.classes_, np.bincount(best, minlength=len(model.classes_)) / len(best), model.pair_,
-                         None if pairs[0] is None else switches(pairs)["count"], table[0], table[-1], float(entropy), float((model.predict(source) == source.y).mean()),
-                         None if target.y is None else float((predicted == target.y).mean()), views)
+    return model, Report(predicted, proba.max(1), model.classes_, shares, model.pair_,
+                         None if pairs[0] is None else switches(pairs)["count"], table[0], table[-1], float(entropy), source_accuracy,
+                         None if target.y is None else float((predicted == target.y).mean()), views, advice_of(model, source, source_accuracy, shares.max()))
 
 
 def show_report(r: Report) -> str:
@@ -189,8 +228,8 @@ def show_report(r: Report) -> str:
     if r.sad_first.ndim == 2 and np.isfinite(r.sad_last).all():
         lines += ["", f"{'distance of the domains':24}" + "".join(f"{f'hop {k + 1}, first':>14}{'last':>10}" for k in range(r.sad_last.shape[1]))]
         lines += [f"  {name:22}" + "".join(f"{a:14.4f}{b:10.4f}" for a, b in zip(*rows)) for name, *rows in zip(r.views, r.sad_first, r.sad_last)]
-    if r.shares.max() > 0.9 and len(r.classes) > 1:
-        lines += ["", "nearly all nodes got one class: the domains are too far apart for this alignment; try anchor='cross'"]
+    if r.advice:
+        lines += ["", r.advice]
     return "\n".join(lines)
 
 # %% ../../../nbs/networks/saga/06_use.ipynb #48add5bd
@@ -198,9 +237,13 @@ def plot_sad(model: SAGA, views: Sequence[str]):
     "SAD of every pair of view and hop over the epochs, with the chosen pair as squares below. Returns the figure. ValueError for a model without a table."
     from icl26.plots import COLORS, figure
 
+    if not getattr(model, "history_", None):
+        raise ValueError("model: is not fitted yet; call fit(source, target)")
     table = np.array([h["sad"] for h in model.history_])
     if table.ndim != 3 or not np.isfinite(table).all():
         raise ValueError("model: needs a table for each epoch; a fixed pair has none, and cross_view has one of three dimensions")
+    if isinstance(views, str) or len(views) != table.shape[1]:
+        raise ValueError(f"views: {table.shape[1]} names are needed, got {views!r}")
     fig, ax = figure(height=0.42)
     V, K = table.shape[1:]
     for i, (v, k) in enumerate(np.ndindex(V, K)):
@@ -236,7 +279,7 @@ def build_parser() -> CommandParser:
 
 
 def check_targets(a: argparse.Namespace, views: Sequence[str]) -> None:
-    "ValueError for an output that has no folder, is one, would overwrite an input, or has an unknown ending, before anything is computed."
+    "ValueError for an output that has no folder or none that can be written to, is a folder, would overwrite an input, or has an unknown ending, before anything is computed."
     read = [Path(folder) / f"{name}.pt" for folder in (a.source, a.target) for name in ("feat", "label", *views)]
     for option in ("plot", "out"):
         target = getattr(a, option)
@@ -246,6 +289,13 @@ def check_targets(a: argparse.Namespace, views: Sequence[str]) -> None:
             raise ValueError(f"--{option}: {target} is a folder")
         if target is not None and any(Path(target).resolve() == f.resolve() or Path(target).exists() and f.exists() and Path(target).samefile(f) for f in read):
             raise ValueError(f"--{option}: {target} is an input file, which would be overwritten; give another name")
+        try:
+            if target is not None:
+                tempfile.TemporaryFile(dir=Path(target).absolute().parent).close()
+        except OSError as e:
+            raise ValueError(f"--{option}: the folder of {target} can't be written to ({e.strerror})") from None
+        if target is not None and Path(target).exists() and not os.access(target, os.W_OK):
+            raise ValueError(f"--{option}: {target} is there and can't be written to")
     if a.plot and Path(a.plot).suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot: a name that ends in .png, .pdf or .svg is needed, got {a.plot}")
     if a.plot and a.out and Path(a.plot).resolve() == Path(a.out).resolve():
@@ -255,8 +305,8 @@ def check_targets(a: argparse.Namespace, views: Sequence[str]) -> None:
 def run_adapt(a: argparse.Namespace) -> None:
     "Load, adapt, write what was asked for, print."
     views = [v.strip() for v in a.views.split(",")]
-    if not all(views):
-        raise ValueError(f"--views: names with one comma between two of them are needed, such as pap,psp; got {a.views!r}")
+    if not all(views) or len(set(views)) < len(views) or {"feat", "label"} & set(views):
+        raise ValueError(f"--views: different names with one comma between two of them are needed, such as pap,psp, none of them feat or label; got {a.views!r}")
     check_targets(a, views)
     device_of(a.device)                                                       # a GPU that is not there, before files are read
     source, target = load_domain(a.source, views), load_domain(a.target, views, labels=False)
