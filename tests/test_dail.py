@@ -822,7 +822,7 @@ def test_command(tmp_path):
     d = dail.play(cartpole, cartpole_expert, 1)
     np.savez(tmp_path / "d.npz", obs=d.obs, actions=d.actions)
     code, out, err = run("train", "CartPole-v1", tmp_path / "d.npz", "--steps", 2048, "--episodes", 1, "--reward", "tanh(x) + 1", "--out", tmp_path / "p.pt")
-    assert code == 0 and "2048 steps" in out and set(torch.load(tmp_path / "p.pt", weights_only=True)), err
+    assert code == 0 and "2048 steps" in out and out.count("; random play ") == 2 and set(torch.load(tmp_path / "p.pt", weights_only=True)), err
     assert run("--help")[0] == 0 and run("check", "x")[0] == 0
     (tmp_path / "bad.npz").write_bytes(b"nothing")
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...cli import CommandParser, command
-from .ail import AIL, ALGORITHMS, REGULARIZERS, Demos, check_name, settings, whole
+from .ail import AIL, ALGORITHMS, REGULARIZERS, Demos, check_name, play, settings, whole
 from .fitness import imitation_distance
 from .rewards import REWARDS, RewardFn, compile_reward
 
@@ -146,10 +146,12 @@ def run_train(args: argparse.Namespace) -> None:
         writable(Path(args.out))
     reward, make_env, demos = reward_from(args.reward), environment(args.env), load_demos(args.demos)
     learner = AIL(make_env, demos, reward=reward, algo=args.algo, regularizer=args.regularizer, seed=args.seed).fit(args.steps)
-    played = learner.rollout(args.episodes, args.seed)
+    played, rng = learner.rollout(args.episodes, args.seed), np.random.default_rng(args.seed)
+    low = play(make_env, lambda obs: int(rng.integers(learner.n_actions)), args.episodes, args.seed)        # what the two numbers are without learning
+    far = {name: imitation_distance(demos, d, learner.n_actions) for name, d in (("policy", played), ("random", low))}
     print(f"{args.env}: {len(demos)} demonstrated steps, {learner.history_[-1]['step']} steps of training with {args.reward}")
-    print(f"  return of {args.episodes} episodes  {played.returns.mean():.4g} ({played.returns.min():.4g} to {played.returns.max():.4g})")
-    print(f"  distance to the demonstrations  {imitation_distance(demos, played, learner.n_actions):.4g}")
+    print(f"  return of {args.episodes} episodes  {played.returns.mean():.4g} ({played.returns.min():.4g} to {played.returns.max():.4g}); random play {low.returns.mean():.4g}")
+    print(f"  distance to the demonstrations  {far['policy']:.4g} (0: the same pairs); random play {far['random']:.4g}")
     if args.out is not None:
         torch.save(learner.policy_.state_dict(), args.out)
         print(f"  policy  {args.out}")
