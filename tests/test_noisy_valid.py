@@ -3,12 +3,13 @@ import csv
 import json
 import math
 import shutil
+import sys
 import tracemalloc
 
 import numpy as np
 import papers
 import pytest
-from papers import committed, plain_signature, printed, run_command, run_here, use_command
+from papers import committed, plain_signature, run_command, run_here, use_command
 from recompute import BOUNDS, agrees, made_up, wilson_by_hand
 from scipy.stats import beta, binom, norm
 
@@ -467,12 +468,13 @@ def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     assert record["wall_s"] < 15
 
 
-def test_without_datasets_the_error_names_the_package(tmp_path):
-    code = ("import sys; sys.modules['datasets'] = None\n"
-            "from icl26.evaluation.noisy_valid.real import load_texts\n"
-            "try: load_texts('jigsaw', 5)\nexcept ImportError as e: print(e)")
-    out = printed(code, tmp_path)
-    assert "pip install datasets" in out and real.DATA_FOLDER in out
+def test_without_datasets_the_error_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in (real.DATA_FOLDER, real.OWN_FOLDER):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ImportError, match="pip install datasets") as e:
+        real.load_texts("jigsaw", 5)
+    assert real.DATA_FOLDER in str(e.value)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

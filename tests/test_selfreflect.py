@@ -3,12 +3,13 @@ import inspect
 import json
 import logging
 import math
+import sys
 
 import numpy as np
 import papers
 import pytest
 import torch
-from papers import committed, printed, run_command, run_here, said, use_command
+from papers import committed, run_command, run_here, said, use_command
 from recompute import agrees, wilson_by_hand
 from scipy.stats import bootstrap, sem
 from scipy.stats import t as student
@@ -549,12 +550,12 @@ def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     assert record["wall_s"] < 15
 
 
-def test_without_datasets_the_error_names_the_package(tmp_path):
-    code = ("import sys; sys.modules['datasets'] = None\n"
-            "from icl26.evaluation.selfreflect.experiments import load_questions\n"
-            "try: load_questions('trivia_qa', 5)\nexcept ImportError as e: print(e)")
-    out = printed(code, tmp_path)
-    assert "pip install datasets" in out and experiments.DATA_FOLDER in out
+def test_without_datasets_the_error_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delenv(experiments.DATA_FOLDER, raising=False)
+    with pytest.raises(ImportError, match="pip install datasets") as e:
+        experiments.load_questions("trivia_qa", 5)
+    assert experiments.DATA_FOLDER in str(e.value)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
