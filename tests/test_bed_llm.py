@@ -16,7 +16,7 @@ from icl26.evaluation.bed_llm import use, worlds
 from icl26.evaluation.bed_llm.beliefs import log_evidence
 from icl26.evaluation.bed_llm.preferences import OPTIONS, parse_ratings, taste_task
 from icl26.evaluation.bed_llm.rivals import TableLM
-from icl26.evaluation.bed_llm.verdicts import gain_part, mean_part, slope_part
+from icl26.evaluation.bed_llm.verdicts import gain_part, mean_part, slope_part, trial_claims
 from icl26.repro import load_results, recompute
 from icl26.repro.papers import find_paper
 from icl26.repro.results import measurement
@@ -641,13 +641,15 @@ def test_gpu_profile_on_a_tiny_model(tmp_path):
 
     lm = tiny_lm(d_model=16, n_layers=1, n_heads=2, style="llama", max_positions=8192)
     lm.model.get_input_embeddings().weight.data[lm.tokenizer.eos_token_id] *= 2            # texts that end, so that the test does
-    lm.save_pretrained(tmp_path / "tiny")
+    for name in ("tiny", "other"):
+        lm.save_pretrained(tmp_path / name)
     path = run_command("bed_llm", tmp_path / "runs", "--profile", "gpu", "--device", "cpu", "--model", tmp_path / "tiny", ICL26_BED_TARGETS="2",
-                       ICL26_BED_TURNS="2", ICL26_BED_ANSWERER=str(tmp_path / "tiny"), ICL26_BED_DEAR="")
+                       ICL26_BED_TURNS="2", ICL26_BED_ANSWERER=str(tmp_path / "other"), ICL26_BED_DEAR="")
     record = load_results(path)
     assert record["parameters"] == dict(profile="gpu", seed=0, device="cpu", model=str(tmp_path / "tiny"))
     by_id = {c["id"]: c for c in record["claims"]}
-    assert set(by_id) == {c.id for c in m.claims("gpu")} and by_id["main"]["scale"] == "paper"
+    assert set(by_id) == {c.id for c in m.claims("gpu")} and {c["scale"] for c in by_id.values()} == {"mechanism"}
+    assert all(c["statement"].startswith("Trial of the code") for c in by_id.values())
     assert all(by_id[k]["verdict"] != "not run" for k in ("main", "eig", "filter", "ambiguous", "mismatch"))
     assert {p["n"] for p in by_id["main"]["values"]} == {2} and record["model_hashes"]
     assert any(f.name == "outcome.png" for f in path.parent.rglob("*.png"))
@@ -664,7 +666,7 @@ def test_gpu_profile_without_weights_still_plays_the_closed_world(tmp_path, monk
 
 @pytest.mark.parametrize("fault", [None, "some prompts", "goes down"])
 def test_gpu_profile_asks_a_server(tmp_path, monkeypatch, fault):
-    "A chat server on this machine that lists animals and questions and leans to yes; it answers itself, and there is no other answerer."
+    "A chat server on this machine that lists animals and questions and leans to yes; the other answerer that is named is the questioner itself, and so none."
     kinds = ("fur", "wings", "fins", "horns", "a tail", "scales")
 
     def answer(body):
@@ -680,7 +682,7 @@ def test_gpu_profile_asks_a_server(tmp_path, monkeypatch, fault):
         return choice
 
     with chat_server(answer) as chat:
-        for k, v in dict(ICL26_BED_SERVER=chat.url, ICL26_BED_TARGETS="4" if fault == "some prompts" else "2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="",
+        for k, v in dict(ICL26_BED_SERVER=chat.url, ICL26_BED_TARGETS="4" if fault == "some prompts" else "2", ICL26_BED_TURNS="2", ICL26_BED_ANSWERER="some-model",
                          ICL26_BED_DEAR="", ICL26_CACHE=str(tmp_path / "cache"), OPENAI_API_KEY="sk-nothing").items():
             monkeypatch.setenv(k, v)
         by_id = {c["id"]: c for c in run_here("bed_llm", tmp_path, profile="gpu", device="cpu", model="some-model")["claims"]}
@@ -702,3 +704,58 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
         pytest.skip("there is a GPU")
     record = run_here("bed_llm", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+
+
+# -- trials, lost games and files that must stay ------------------------------------------------------------------------
+
+def test_a_trial_is_labelled_so_and_leaves_other_profiles_alone(tmp_path, monkeypatch):
+    assert {c.id: (c.scale, c.reproduced, c.partly) for c in trial_claims()} == {c.id: ("mechanism", c.reproduced, c.partly) for c in m.claims("gpu")}
+    monkeypatch.setenv("ICL26_BED_TARGETS", "2")
+    space = {"display": lambda *shown: None}
+    for cell in papers.cells_of(find_paper("bed_llm").reproduction):
+        if cell["cell_type"] == "code" and "res.outcome()" not in cell["source"]:
+            exec(compile(cell["source"], "<bed_llm>", "exec"), space)
+            if "parameters" in cell["metadata"].get("tags", ()):
+                space |= dict(profile="cpu", out_dir=str(tmp_path))
+            if "SETTINGS = " in cell["source"]:
+                break
+    assert len(space["targets"]) == 100 and len(space["task"].names) > 150 and space["CLAIMS"]["eig"].statement == m.claims("cpu")[1].statement
+
+
+def test_lost_games_say_what_failed_first():
+    found, none = np.zeros((4, 2), bool), np.zeros(4, bool)
+    games = {name: ex.LMGames(found, lost, why, 0, {}, 0.0, []) for name, lost, why in (("BED-LLM", none, ""), ("CoT", np.array([True, True, True, False]), "prompt too long"))}
+    with pytest.raises(ValueError, match="only 1 of 4 targets .* CoT lost 3, the first by: prompt too long"):
+        ex.played_by_all(games)
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["--table", "pets.csv", "--save", "pets.csv"], "--save: pets.csv is an input file"), (["--table", "pets.csv", "--save", "."], "--save: . is a folder"),
+    (["--table", "pets.csv", "--save", "no/where.json"], "--save: no/where.json: there is no folder"), (["--table", "pets.csv", "--target", " "], "--target: want a name"),
+    (["--table", "pets.csv", "--seed", "-1"], "seed: want a whole number of at least 0, got -1"), (["--table", "ab.json"], "hypotheses: want several texts, got 'ab'"),
+    (["--resume", "hurt.json"], "hurt.json: state: not a saved game")])
+def test_files_stay_and_damage_is_named(argv, text, table_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ab.json").write_text(json.dumps(dict(hypotheses="ab", questions=["x"], probs=[[1], [0]])))
+    world = use.read_table(table_file)
+    game = dict(file="bed_llm game", world=use.world_record(world, {}), agent=m.save_game(m.BEDAgent(world)) | {"pending": 5})
+    (tmp_path / "hurt.json").write_text(json.dumps(game))
+    before = table_file.read_text()
+    code, out, err = run(argv, ["yes"])
+    assert code == 2 and text in err and err.count("\n") == 1 and not out and table_file.read_text() == before
+
+
+def test_a_game_may_be_saved_where_it_was_resumed(table_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["--table", "pets.csv", "--save", "g.json"], ["yes"])[0] == 1
+    assert run(["--resume", "g.json", "--save", "g.json"], ["yes"])[0] == 0 and len(json.loads((tmp_path / "g.json").read_text())["agent"]["history"]) == 2
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: m.BEDAgent(random_world(5, 3)).observe(5, "Yes"), "question: want a text"), (lambda: m.filter_hypotheses([[12.0]]), "above 1"),
+    (lambda: m.play(m.BEDAgent(random_world(5, 3)), lambda q: "Yes", None), "target: want a name"), (lambda: m.play(m.BEDAgent(random_world(5, 3)), lambda q: "Yes", "x", -1), "max_turns"),
+    (lambda: m.TableWorld([1, 2], ["x"], [[1], [0]]), "hypotheses: want several texts"), (lambda: m.LMWorld(None, answers="YN"), "answers: want at least two"),
+    (lambda: m.eig([["a", 1]]), "likelihood: want numbers"), (lambda: m.eig([[0.5, 0.5]], "x"), "weights: want numbers"), (lambda: m.BEDAgent(random_world(5, 3), threshold="x"), "threshold")])
+def test_arguments_of_the_wrong_kind_are_named(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()

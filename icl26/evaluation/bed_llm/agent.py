@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from .beliefs import Evidence, NoHypothesis, fresh, key, log_evidence, posterior_weights, refill
-from .gain import GainEstimate, eig, eig_jackknife, predictive_entropy, split_score, stop_reason
-from .worlds import answer_prompt, as_prompt
+from .gain import GainEstimate, eig, eig_jackknife, floats, predictive_entropy, split_score, stop_reason
+from .worlds import TableWorld, answer_prompt, as_prompt
 
 # %% ../../../nbs/evaluation/bed_llm/04_agent.ipynb #35b8313d
 class NoQuestionLeft(ValueError):
@@ -45,7 +45,9 @@ class Player:
         self.answers, self.history, self._skipped, self._pending = tuple(answers), [], set(), None
 
     def observe(self, question: str, answer: str) -> None:
-        "Append an answer. ValueError if it is not one of the world's answers (without case and white space at the ends)."
+        "Append an answer. ValueError if it is not one of the world's answers (without case and white space at the ends), or the question is no text."
+        if not isinstance(question, str) or not key(question):
+            raise ValueError(f"question: want a text, got {question!r}")
         found = next((y for y in self.answers if isinstance(answer, str) and key(y) == key(answer)), None)
         if found is None:
             raise ValueError(f"answer: want one of {', '.join(self.answers)}, got {answer!r}")
@@ -93,11 +95,14 @@ class BEDAgent(Player):
         if objective not in OBJECTIVES:
             raise ValueError(f"objective: want one of {', '.join(OBJECTIVES)}, got {objective!r}")
         whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1 for n in (n_hypotheses, n_questions))
-        if not whole or not 0 <= threshold <= 1:
+        if not whole or not isinstance(threshold, (int, float, np.number)) or not 0 <= threshold <= 1:
             raise ValueError(f"n_hypotheses and n_questions must be whole numbers of at least 1 and threshold in [0, 1], got {n_hypotheses!r}, {n_questions!r}, {threshold!r}")
         self.world, self.objective, self.n_hypotheses, self.n_questions = world, objective, n_hypotheses, n_questions
         self.threshold, self.filter_beliefs, self.seed = threshold, filter_beliefs, seed
-        self.rng = np.random.default_rng(seed)
+        try:
+            self.rng = np.random.default_rng(seed)
+        except (TypeError, ValueError):
+            raise ValueError(f"seed: want a whole number of at least 0, got {seed!r}") from None
         self.hypotheses, self.scores_, self.degenerate_ = [], {}, False
         self._evidence, self._filled, self._table = Evidence(world.likelihood, world.answers), -1, None
 
@@ -182,7 +187,11 @@ def play(
     target: str,
     max_turns: int = 20,  # the paper's
 ) -> GameResult:
-    "Ask, answer, observe, guess, until the guess is the target. ValueError for an answer that the agent doesn't know."
+    "Ask, answer, observe, guess, until the guess is the target. ValueError for an answer that the agent doesn't know, a target that is no text, max_turns below 0."
+    if not isinstance(target, str) or not key(target):
+        raise ValueError(f"target: want a name, got {target!r}")
+    if not isinstance(max_turns, (int, np.integer)) or max_turns < 0:
+        raise ValueError(f"max_turns: want a whole number of at least 0, got {max_turns!r}")
     guesses: list[str] = []
     for _ in range(max_turns):
         try:
@@ -251,13 +260,26 @@ def resume_game(
         for x, y in state["history"]:
             agent.observe(x, y)
         agent.hypotheses, agent.degenerate_, agent._skipped = list(state["hypotheses"]), state["degenerate"], set(state["skipped"])
-        agent._pending, agent._filled, agent.scores_ = state["pending"], state["filled"], dict(state["scores"])
-        agent._table = None if state["table"] is None else np.array(state["table"])
-        agent._evidence.known, agent._evidence.pairs = {k: list(v) for k, v in state["known"].items()}, state["pairs"]
+        agent._pending, agent._filled, agent.scores_ = state["pending"], int(state["filled"]), {str(x): float(v) for x, v in state["scores"].items()}
+        agent._table = None if state["table"] is None else floats(state["table"], "table")
+        agent._evidence.known, agent._evidence.pairs = {k: floats(v, "known").tolist() for k, v in state["known"].items()}, int(state["pairs"])
         agent.rng.bit_generator.state = state["rng"]
-    except (KeyError, TypeError, AttributeError) as e:
+        _check_resumed(agent)
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"state: not a saved game ({type(e).__name__}: {e})") from e
     return agent
+
+
+def _check_resumed(agent: BEDAgent) -> None:
+    "ValueError if the parts of a resumed game do not belong together."
+    known = agent._evidence.known.values()
+    if not all(isinstance(h, str) for h in agent.hypotheses) or any(len(v) > len(agent.history) for v in known):
+        raise ValueError("hypotheses must be texts, with at most one likelihood for each answer in known")
+    table = agent._table
+    if agent._pending is not None and (agent._pending not in agent.scores_ or table is None or table.ndim != 3 or len(table) != len(agent.scores_)):
+        raise ValueError("pending must be a question among the scores, and table must have a row for each of them")
+    if isinstance(agent.world, TableWorld):
+        agent.world.likelihood(agent.hypotheses, [x for x, _ in agent.history])                # an unknown name
 
 # %% ../../../nbs/evaluation/bed_llm/04_agent.ipynb #a301d442
 def span(gain: float, se: float) -> str:

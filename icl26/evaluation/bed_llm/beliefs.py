@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from .gain import floats
+
 # %% ../../../nbs/evaluation/bed_llm/02_beliefs.ipynb #27e00a0d
 def _rows(answer_likelihood: Any) -> np.ndarray:
-    "(H, T) float64. ValueError for another shape, negative numbers or NaN."
-    x = np.asarray(answer_likelihood, dtype=np.float64)
+    "(H, T) float64. ValueError for another shape, numbers outside [0, 1] or NaN."
+    x = floats(answer_likelihood, "answer_likelihood")
     if x.ndim != 2:
         raise ValueError(f"answer_likelihood: want (hypotheses, observed answers), got the shape {x.shape}")
-    if not x.min(initial=0.0) >= 0:
-        raise ValueError("answer_likelihood: want probabilities, got negative entries or NaN")
+    if not (x.min(initial=0.0) >= 0 and x.max(initial=0.0) <= 1 + 1e-6):
+        raise ValueError("answer_likelihood: want probabilities, got entries below 0 or above 1, or NaN")
     return x
 
 
@@ -28,7 +30,7 @@ def filter_hypotheses(
     threshold: float = 0.2,  # the paper's
 ) -> np.ndarray:  # (H,) bool: which survive
     "Reject a hypothesis if any observed answer has a likelihood below the threshold; T = 0 keeps all. ValueError."
-    if not 0 <= threshold <= 1:
+    if not isinstance(threshold, (int, float, np.number)) or not 0 <= threshold <= 1:
         raise ValueError(f"threshold: want a probability in [0, 1], got {threshold!r}")
     return (_rows(answer_likelihood) >= threshold).all(axis=1)
 

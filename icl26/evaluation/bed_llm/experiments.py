@@ -352,6 +352,7 @@ class LMGames:
     "Games of one method with language models."
     found: np.ndarray  # (targets, turns) bool
     lost: np.ndarray  # (targets,) bool: a prompt failed in the middle, so that there is no result
+    why: str  # what failed first, or ""
     failed: int  # turns whose answer could not be read
     spent: dict  # stage -> prompts
     seconds: float
@@ -368,7 +369,7 @@ def lm_games(
     seed: int = 0,
 ) -> LMGames:
     "One game a target. A game in which a prompt is too long or refused is lost and logged, and the others go on."
-    before, start, failed = {k: u.calls for k, u in world.usage.items()}, time.perf_counter(), 0
+    before, start, failed, why = {k: u.calls for k, u in world.usage.items()}, time.perf_counter(), 0, ""
     found, lost, games = np.zeros((len(targets), turns), bool), np.zeros(len(targets), bool), []
     for k, target in enumerate(targets):
         said = LMAnswerer(answerer, target, topic=world.topic, answers=world.answers, seed=seed)
@@ -377,7 +378,7 @@ def lm_games(
         except Exception as e:
             if not may_be_the_question(e):
                 raise
-            lost[k] = True
+            lost[k], why = True, why or first_line(e)
             logger.warning("%s, target %s: no result (%s)", method, target, first_line(e))
             continue
         if game.success:
@@ -385,7 +386,7 @@ def lm_games(
         failed += said.failed
         games.append(game)
     spent = {k: u.calls - before.get(k, 0) for k, u in world.usage.items() if u.calls > before.get(k, 0)}
-    return LMGames(found, lost, failed, spent, time.perf_counter() - start, games)
+    return LMGames(found, lost, why, failed, spent, time.perf_counter() - start, games)
 
 
 def played_by_all(
@@ -395,7 +396,7 @@ def played_by_all(
     kept = ~np.any([g.lost for g in games.values()], axis=0)
     if kept.sum() < max(2, len(kept) / 2):
         worst = max(games, key=lambda m: games[m].lost.sum())
-        raise Unmeasurable(f"only {kept.sum()} of {len(kept)} targets have a game by every method; {worst} lost {games[worst].lost.sum()}")
+        raise Unmeasurable(f"only {kept.sum()} of {len(kept)} targets have a game by every method; {worst} lost {games[worst].lost.sum()}, the first by: {games[worst].why}")
     return {m: replace(g, found=g.found[kept], lost=g.lost[kept]) for m, g in games.items()}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
 from .agent import BEDAgent, FailedParse, LMAnswerer, Session, WeightedAgent, resume_game, save_game, span, typed_answer
 from .beliefs import key
 from .worlds import LMWorld, TableWorld
@@ -205,13 +205,19 @@ def start(
     if sum(x is not None for x in (a.table, a.model, a.resume)) != 1:
         raise ValueError("give one of --table, --model or --resume")
     check_effect(a)
+    check_outputs({"--save": a.save, "--cache": a.cache, "--resume": None if a.save else a.resume}, [a.table] if a.table else [])
+    check_outputs({"--cache": a.cache}, [a.resume] if a.resume else [])
     options = dict(model=a.model, url=a.url, endpoint=a.endpoint, device=a.device)
     if a.resume:
         saved = read_json(a.resume, "bed_llm game")
         if not isinstance(saved.get("world"), dict) or not isinstance(saved.get("agent"), dict):
             raise ValueError(f"{a.resume}: holds no world and agent")
         record = saved["world"]
-        agent = resume_game(open_world(record, load), saved["agent"])
+        world = open_world(record, load)
+        try:
+            agent = resume_game(world, saved["agent"])
+        except ValueError as e:
+            raise ValueError(f"{a.resume}: {e}") from None
         options = {k: record.get(k) for k in options}
     else:
         world = read_table(a.table) if a.table else open_world(
@@ -282,6 +288,8 @@ def converse(
 def target_answers(agent: BEDAgent, target: str) -> Callable[[str], str]:
     "Who answers when the program plays alone: the table's likelier answer, or the model. ValueError for a target that is not in the table."
     w = agent.world
+    if not key(target):
+        raise ValueError("--target: want a name, got a blank")
     if isinstance(w, LMWorld):
         said = LMAnswerer(w.lm, target, topic=w.topic, answers=w.answers)
 
@@ -313,7 +321,7 @@ def main(
     def work() -> int:
         a = build_parser().parse_args(argv)
         agent, options = start(a, load)
-        answer = target_answers(agent, a.target) if a.target else None
+        answer = None if a.target is None else target_answers(agent, a.target)
         write_files(a, agent, options)                                 # a file that can't be written is known before the first question
         return run_session(a, agent, options, answer, read)
 

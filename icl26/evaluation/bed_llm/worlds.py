@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from .beliefs import key, unique
+from .gain import floats
 
 # %% ../../../nbs/evaluation/bed_llm/03_worlds.ipynb #b7899287
 History = Sequence[tuple[str, str]]  # (question, answer) pairs, oldest first
@@ -51,12 +52,13 @@ class TableWorld:
         answers: Sequence[str] = ("Yes", "No"),
         prior: Any = None,  # (H,) not negative, of any positive sum; None: equal
     ):
-        self.hypotheses, self.questions, self.answers = list(hypotheses), list(questions), tuple(answers)
+        self.hypotheses, self.questions = _texts("hypotheses", hypotheses), _texts("questions", questions)
+        self.answers = tuple(_texts("answers", answers))
         self._row, self._column, _ = (_places(*x) for x in (("hypotheses", self.hypotheses), ("questions", self.questions), ("answers", self.answers)))
         if len(self.answers) < 2:
             raise ValueError(f"answers: want at least two, got {self.answers}")
         self.probs = _table(probs, (len(self.hypotheses), len(self.questions), len(self.answers)))
-        p = np.ones(len(self.hypotheses)) if prior is None else np.asarray(prior, dtype=np.float64)
+        p = np.ones(len(self.hypotheses)) if prior is None else floats(prior, "prior")
         if p.shape != (len(self.hypotheses),) or not p.min() >= 0 or not 0 < p.sum() < np.inf:
             raise ValueError(f"prior: want {len(self.hypotheses)} numbers of at least 0 with a positive sum, got {str(p.tolist()):.60}")
         self.prior = p / p.sum()
@@ -84,6 +86,14 @@ class TableWorld:
         return self.probs[np.ix_(*at)] if all(map(len, at)) else np.empty((len(hypotheses), len(questions), len(self.answers)))
 
 
+def _texts(name: str, texts: Sequence[str]) -> list[str]:
+    "The texts as a list. ValueError for one text in place of several, or what is no text."
+    found = texts if isinstance(texts, str) else list(texts)
+    if isinstance(found, str) or not all(isinstance(t, str) for t in found):
+        raise ValueError(f"{name}: want several texts, got {found!r:.80}")
+    return found
+
+
 def _places(name: str, texts: Sequence[str]) -> dict[str, int]:
     "Where each text stands. ValueError for none, a blank, or two that are the same."
     place = {key(t): i for i, t in enumerate(texts)}
@@ -100,7 +110,7 @@ def _find(place: Mapping[str, int], text: str, what: str) -> int:
 
 def _table(probs: Any, shape: tuple[int, int, int]) -> np.ndarray:
     "(H, Q, A) float64 with rows that sum to 1. ValueError."
-    p = np.asarray(probs, dtype=np.float64)
+    p = floats(probs, "probs")
     if p.shape == shape[:2] and shape[2] == 2:
         p = np.stack([p, 1 - p], -1)
     if p.shape != shape:
@@ -272,8 +282,8 @@ class LMWorld:
         answer_temperature: float = 1.0,  # of the likelihood
         temperature: float = 1.3,  # of proposals; the paper's for 20 Questions
     ):
-        if len({key(y) for y in answers}) < max(len(answers), 2) or not all(map(key, answers)):
-            raise ValueError(f"answers: want at least two that differ, none blank, got {tuple(answers)}")
+        if isinstance(answers, str) or len({key(y) for y in answers}) < max(len(answers), 2) or not all(map(key, answers)):
+            raise ValueError(f"answers: want at least two that differ, none blank, got {answers!r}")
         if not answer_temperature > 0 or not temperature >= 0:
             raise ValueError(f"answer_temperature must be positive and temperature at least 0, got {answer_temperature!r} and {temperature!r}")
         self.lm = lm if isinstance(lm, Metered) else Metered(lm)
