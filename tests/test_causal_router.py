@@ -233,7 +233,7 @@ def test_a_regressor_serves_as_propensity_and_frames_are_checked():
 @pytest.mark.parametrize("make, change, text", [
     (lambda: m.MetaRouter("x"), {}, "learner: want 'r' or 'dr'"),
     (lambda: m.PredictiveRouter("x"), {}, "mode: want one of"),
-    (lambda: m.MetaRouter(scale="x"), {}, "method: want one of"),
+    (lambda: m.MetaRouter(scale="x"), {}, "scale: want one of"),
     (lambda: m.MetaRouter(clip=0.0), {}, "clip"), (lambda: m.MetaRouter(clip=0.5), {}, "clip"), (lambda: m.MetaRouter(n_folds=1), {}, "n_folds"),
     (lambda: m.MetaRouter(), dict(n=4), "X_gold: want at least 5 rows"), (lambda: m.MetaRouter(), dict(m=4), "X_pref: want at least 5 rows"),
     (lambda: m.MetaRouter("r", effect_model=KNeighborsRegressor()), {}, "takes no sample_weight"),
@@ -649,3 +649,28 @@ def test_gpu_profile_without_a_gpu_says_so(tmp_path):
         pytest.skip("a CUDA device is there")
     record = run_here("causal_router", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
+
+
+# -- what is outside its range -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: m.gain_interval([1, 2, 3], [1, 2, 3], ratios=[2]), "ratios: want numbers in"), (lambda: m.gain_interval([1, 2, 3], [1, 2, 3], ratios=[]), "ratios: want at least one"),
+    (lambda: m.mean_gain([1, 2], [1, 3], []), "ratios: want at least one"), (lambda: m.efficiency_gain(["a", 2], [1, 3], [0.5]), "predicted: want numbers"),
+    (lambda: m.overlap_report(np.eye(3), np.eye(3), np.zeros(6)), "propensity: want numbers strictly between"), (lambda: m.r_pseudo_outcome(["a"], [1], [0], [0.5]), "outcome: want numbers"),
+    (lambda: m.make_routing_data(1, 1, 1, seed=-1), "seed: want a whole number"), (lambda: m.make_routing_data(1, 1, 1, overlap="x"), "overlap: want a number"),
+    (lambda: m.scale_factor([0.1 + 0.2, 0.3], [1, 2]), "the standard deviation is 0"), (lambda: m.PredictiveRouter(scale="x").fit(*linear_data(5, 30, 50)), "scale: want one of"),
+    (lambda: m.heterogeneity_test(*linear_data(5, 30, 50), n_splits=1), "at least 2 parts"), (lambda: m.heterogeneity_test(*linear_data(5, 30, 50), router=m.PredictiveRouter()), "want a MetaRouter")])
+def test_arguments_out_of_range_are_named(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_queries_with_points_that_are_no_numbers_or_in_another_encoding_are_named(tmp_path):
+    path = tmp_path / "q.jsonl"
+    for points in ("NaN", "Infinity", "-Infinity"):
+        path.write_text('{"prompt": "a", "rubrics": [{"criterion": "x", "points": 1}, {"criterion": "y", "points": %s}]}' % points)
+        with pytest.raises(ValueError, match="q.jsonl, line 1: points must be finite"):
+            lb.read_queries(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="q.jsonl: not a text file in UTF-8"):
+        lb.read_queries(path)

@@ -31,7 +31,7 @@ def scale_factor(
         raise ValueError(f"method: want one of {', '.join(map(repr, SCALES))}, got {method!r}")
     r, y = labels(gold, "gold"), labels(pref, "pref")
     if method == "variance":
-        if np.ptp(r) == 0:
+        if r.std() <= 1e-12 * np.abs(r).max():                            # equal but for rounding
             raise Unmeasurable(f"gold: the standard deviation is 0 (all {r.size} labels are {r[0]:g}), so no factor aligns the scales")
         return float(y.std() / r.std())
     if not np.abs(r).max() > 0:
@@ -112,14 +112,16 @@ def make_routing_data(
 ) -> RoutingData:
     """Generated labels with a known gain and a known bias (ours). A larger set of one kind begins with the smaller one.
 
-    ValueError: sizes below 1, fewer than 3 features, an unknown bias, an overlap outside [0, 1]."""
+    ValueError: sizes below 1, fewer than 3 features, an unknown bias, an overlap outside [0, 1], a seed below 0."""
     for name, value, least in (("n_gold", n_gold, 1), ("n_pref", n_pref, 1), ("n_test", n_test, 1), ("n_features", n_features, 3)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
             raise ValueError(f"{name}: want a whole number of at least {least}, got {value!r}")
     if bias not in BIASES:
         raise ValueError(f"bias: want one of {', '.join(map(repr, BIASES))}, got {bias!r}")
-    if not 0 <= overlap <= 1:
+    if not isinstance(overlap, (int, float, np.number)) or not 0 <= overlap <= 1:
         raise ValueError(f"overlap: want a number in [0, 1], got {overlap!r}")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ValueError(f"seed: want a whole number of at least 0, got {seed!r}")
     streams = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(6)]
     gold, pref, test = (g.standard_normal((n, n_features)) for g, n in zip(streams, (n_gold, n_pref, n_test)))
     gold[:, 0] += 2 * (1 - overlap)

@@ -124,7 +124,11 @@ def read_queries(
 ) -> list[dict]:  # {"prompt": text or chat, "rubrics": [{"criterion", "points"}]}
     "Queries with rubrics. ValueError names the file, the line and what is wrong."
     out = []
-    for i, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not a text file in UTF-8 ({e})") from None
+    for i, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -133,7 +137,9 @@ def read_queries(
             prompt = x["prompt"] if isinstance(x["prompt"], str) else [{"role": str(m["role"]), "content": str(m["content"])} for m in x["prompt"]]
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path}, line {i}: want an object with prompt and rubrics of criterion and points ({type(e).__name__}: {e})") from None
-        if not prompt or not sum(k["points"] for k in rubrics if k["points"] > 0) > 0:
+        if not all(np.isfinite(k["points"]) for k in rubrics):
+            raise ValueError(f"{path}, line {i}: points must be finite numbers")
+        if not as_text(prompt).strip() or not sum(k["points"] for k in rubrics if k["points"] > 0) > 0:
             raise ValueError(f"{path}, line {i}: want a prompt and at least one criterion with positive points")
         out.append({"prompt": prompt, "rubrics": rubrics})
     if not out:

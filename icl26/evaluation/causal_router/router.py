@@ -16,8 +16,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter
 
 from ..asking import Unmeasurable
-from .data import covariate_shift, labels, pool, scale_factor
-from .learners import cross_fit, default_model, fit_effect, fresh, pseudo_outcomes
+from .data import SCALES, covariate_shift, labels, pool, scale_factor
+from .learners import cross_fit, default_model, fit_effect, floats, fresh, pseudo_outcomes
 
 # %% ../../../nbs/evaluation/causal_router/03_router.ipynb #0246e44d
 def features(
@@ -73,6 +73,8 @@ def positive_scale(
     method: str | None,  # None: c = 1
 ) -> float:
     "c of a fit. ValueError if it is not positive: then the two kinds of labels have no common scale."
+    if method is not None and method not in SCALES:
+        raise ValueError(f"scale: want one of {', '.join(map(repr, SCALES))} or None, got {method!r}")
     c = 1.0 if method is None else scale_factor(r, y, method)
     if not (np.isfinite(c) and c > 0):
         raise Unmeasurable(f"scale: {method!r} gives c = {c:g} on these labels, which aligns nothing; are the preferences all alike, or reversed?")
@@ -111,7 +113,7 @@ class Router(BaseEstimator):
         cost: float | Sequence[float] = 0.0,  # w·(C_p − C_a) in the units of the gold labels; one, or one a query
     ) -> np.ndarray:  # (k,) bool: True goes to the strong model
         "Where the estimated gain exceeds the cost. ValueError as `predict`, or a cost that is not finite."
-        gain, price = self.predict(X), np.asarray(cost, dtype=np.float64)
+        gain, price = self.predict(X), floats(cost, "cost")
         if price.shape not in ((), gain.shape) or not np.isfinite(price).all():
             raise ValueError(f"cost: want a finite number, or one for each of the {len(gain)} queries, got {cost!r}")
         return gain > price
