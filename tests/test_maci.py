@@ -656,3 +656,99 @@ def test_labels_that_are_none_are_named(labels, text):
         m.MACI(alpha=0.5).fit(scores, labels)
     with pytest.raises(ValueError, match=text):
         m.factual_coverage([np.ones(2, bool)] * 2, labels)
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda s, y: m.retain([0.5, 0.6], float("nan")), "log_tau: want one number"), (lambda s, y: m.retain([0.5], None), "log_tau: want one number"),
+    (lambda s, y: m.retain([0.5, 0.6], [-0.1, -0.2]), "log_tau: want one number"), (lambda s, y: m.log_levels([0.5], None), "u: want a number"),
+    (lambda s, y: m.retention([[0.2, 0.3]]), "masks: want True"), (lambda s, y: m.retention(np.array([True, False])), r"masks\[0\]: want an array"),
+    (lambda s, y: m.retention(None), "masks: want a list with one entry"), (lambda s, y: m.factual_coverage(None, y), "masks: want a list"),
+    (lambda s, y: m.MACI().fit(s, None), "labels: want a list"), (lambda s, y: m.MACI().fit(dict(enumerate(s)), y), "scores: want a list"),
+    (lambda s, y: m.MACI().fit(s, y, 5), "groups: want a list"), (lambda s, y: m.MACI().fit(s, y, "a" * 40), "groups: want a list"),
+    (lambda s, y: m.MACI().fit(s, [y[0][:, None], *y[1:]]), r"labels: want one label a claim, shape \(N_i,\)"),
+    (lambda s, y: m.MACI(weight_fraction="half").fit(s, y), "weight_fraction: want a share"), (lambda s, y: m.MACI(weights=[1.0]).fit(s, y), "weights: want one of"),
+    (lambda s, y: m.MACI().fit([np.zeros((len(x), 5)) for x in s], [np.ones(len(x), bool) for x in s]), "weights: 'grid' takes at most 4"),
+    (lambda s, y: m.ensemble_weights([[0.1, 0.2]], [1], target_tpr="x"), "target_tpr: want a share"), (lambda s, y: m.conformal_quantile(["a"], 0.1), "values: want conformity"),
+])
+def test_what_is_no_number_or_no_list_is_named(call, text):
+    rng = np.random.default_rng(0)
+    scores = [rng.random(3) for _ in range(40)]
+    with pytest.raises(ValueError, match=text):
+        call(scores, [s > 0.2 for s in scores])
+
+
+def test_missing_and_unhashable_groups_and_labels_are_named():
+    pandas = pytest.importorskip("pandas")
+    scores, labels = [np.array([0.5])] * 20, [np.array([True])] * 20
+    with pytest.raises(ValueError, match=r"groups\[1\]: NaN is not a group"):
+        m.MACI().fit(scores, labels, pandas.Series(["a", pandas.NA] * 10, dtype="string"))
+    with pytest.raises(TypeError, match=r"groups\[0\]: want a label that can be hashed"):
+        m.MACI().fit(scores, labels, [["a"]] * 20)
+    with pytest.raises(ValueError, match="labels: want True .* got <NA>"):
+        m.conformity([0.5, 0.6], pandas.Series([True, pandas.NA], dtype="boolean"))
+    with pytest.raises(ValueError, match=r"scores\[0\]: want numbers"):
+        m.MACI().fit([pytest.importorskip("torch").tensor([0.5], requires_grad=True)] * 20, labels)
+
+
+def test_generators_do_as_lists_do():
+    scores, labels, groups = answers(80, 3)
+    lists = m.MACI(random_state=0).fit(scores, labels, groups)
+    one_by_one = m.MACI(random_state=0).fit(iter(scores), iter(labels), iter(groups))
+    masks = lists.predict(scores, groups)
+    assert one_by_one.thresholds_ == lists.thresholds_
+    assert all((a == b).all() for a, b in zip(masks, one_by_one.predict(iter(scores), iter(groups)), strict=True))
+    assert m.retention(iter(masks)) == m.retention(masks) == np.mean([k.mean() for k in masks if len(k)])
+    assert m.factual_coverage(iter(masks), iter(labels)) == m.factual_coverage(masks, labels)
+
+
+def test_the_documents_that_a_group_needs_are_counted_at_once():
+    from icl26.evaluation.maci.calibrate import documents_needed, smallest_group, split_rows
+
+    for alpha in (0.5, 0.3, 0.1, 0.07, 1 / 12, 0.01):
+        for fraction in (0.0, 0.1, 1 / 3, 0.5, 0.7, 0.95):
+            left = lambda n: split_rows(np.arange(n), fraction, np.random.default_rng(0))[1].size
+            n = documents_needed(alpha, fraction)
+            assert left(n) >= smallest_group(alpha) and (n == smallest_group(alpha) or left(n - 1) < smallest_group(alpha))
+    assert documents_needed(1e-12, 0.5) == 2 * (10**12 - 1) - 1                     # the last one that is left over
+
+
+def test_grid_weights_take_equal_sums_as_equal():
+    "Scores in tenths, as a rating gives them: against whole numbers, where nothing is rounded."
+    from icl26.evaluation.maci.ensemble import fpr_at_tpr, grid_weights, simplex_grid
+
+    rng, weights = np.random.default_rng(0), simplex_grid(3)
+    whole, rounding = np.round(weights * 60).astype(int), 0
+    for n in (40, 120, 250):
+        tenths = rng.integers(0, 11, (n, 3))
+        y = rng.random(n) < tenths.mean(1) / 20 + 0.4
+        exact = fpr_at_tpr((tenths @ whole.T).astype(float), y, 0.95)
+        rounding += (exact != fpr_at_tpr(tenths / 10 @ weights.T, y, 0.95)).sum()
+        assert (exact == fpr_at_tpr((tenths / 10 @ weights.T).round(14), y, 0.95)).all()
+        assert (grid_weights(tenths / 10, y, 0.95) == weights[np.argmin(exact)]).all()
+    assert rounding > 0                                                             # without it some rates are other ones
+
+
+def test_a_broken_emoji_and_an_odd_group_in_a_file(tmp_path):
+    "Half of a surrogate pair is passed on as it came; a group that JSON has no number for is refused; a filter may have a byte order mark."
+    from icl26.evaluation.maci.use import load_filter
+
+    write_claims(tmp_path / "claims.jsonl", 60, 0)
+    lines = [json.loads(x) | {"group": "a"} for x in (tmp_path / "claims.jsonl").read_text().splitlines()]
+    lines[3]["text"] = "cut \ud83d"
+    (tmp_path / "claims.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert use_command("maci", "calibrate", "claims.jsonl", "--alpha", "1e-9", "--repeats", "0", "--out", "none.json", cwd=tmp_path).returncode == 0
+    assert use_command("maci", "calibrate", "claims.jsonl", "--repeats", "0", "--out", "filter.json", cwd=tmp_path).returncode == 0
+    text = (tmp_path / "filter.json").read_text()
+    (tmp_path / "filter.json").write_text("\ufeff" + text, encoding="utf-8")
+    run = use_command("maci", "apply", "filter.json", "claims.jsonl", "--out", "kept.jsonl", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    kept = [json.loads(x) for x in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert kept[3]["text"] == "cut \ud83d" and kept[0]["text"] == "é" and "é" in (tmp_path / "kept.jsonl").read_text()
+    (tmp_path / "odd.jsonl").write_text("\n".join(json.dumps(x | {"group": float("nan")}) for x in lines))
+    run = use_command("maci", "calibrate", "odd.jsonl", "--out", "f.json", cwd=tmp_path)
+    assert run.returncode == 2 and "odd.jsonl, line 1: group must be a text, a number or null, got nan" in run.stderr
+    made = json.loads(text)
+    made["groups"][0]["weights"] = [0.0] * 3
+    (tmp_path / "filter.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match=r"groups\[0\].weights"):
+        load_filter(tmp_path / "filter.json")

@@ -17,8 +17,8 @@ from scipy.stats import beta
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from .ensemble import check_method, ensemble_weights
-from .filter import check_counts, check_rule, clean, document_labels, flat_conformity, flat_retain
+from .ensemble import GRID_SCORERS, check_method, ensemble_weights
+from .filter import check_counts, check_rule, clean, document_labels, documents, flat_conformity, flat_retain, number
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #b915d8e4
 def check_alpha(alpha: float) -> float:
@@ -44,8 +44,11 @@ def conformal_quantile(
 ) -> float:
     """The ceil((n+1)(1-alpha))-th smallest value, `upper` if that exceeds n (or n = 0).
 
-    ValueError for alpha outside (0, 1) or NaN."""
-    v = np.asarray(values, float).ravel()
+    ValueError for alpha outside (0, 1), NaN, or what is no number."""
+    try:
+        v = np.asarray(values, float).ravel()
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"values: want conformity scores, got {str(values)[:60]!r} ({e})") from None
     if np.isnan(v).any():
         raise ValueError(f"values: want conformity scores, got {int(np.isnan(v).sum())} NaN among {v.size}")
     k = quantile_index(v.size, alpha)
@@ -79,13 +82,13 @@ def flatten(
     """Scores of all documents in one array.
 
     ValueError for no documents, or documents that differ in the number of scorers."""
-    if not hasattr(scores, "__len__") or not len(scores):
+    if not len(scores := documents("scores", scores)):
         raise ValueError("scores: want a list with the scores of at least one document")
     arrays = []
     for i, s in enumerate(scores):
         try:
             arrays.append(np.asarray(s, float))
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, RuntimeError) as e:                 # RuntimeError: a torch tensor with a gradient
             raise ValueError(f"scores[{i}]: want numbers in [0, 1], (N_i,) or (N_i, M), got {str(s)[:60]} ({e})") from None
     offsets = np.r_[0, np.cumsum([len(a) if a.ndim else -1 for a in arrays])]
     filled = [a for a in arrays if a.size]
@@ -103,11 +106,14 @@ def flatten_labels(
     offsets: np.ndarray,  # (n + 1,) from `flatten`
 ) -> np.ndarray:  # (C,) bool
     "Labels of all claims in one array. ValueError if they don't match the scores."
-    sizes = np.diff(offsets)
+    sizes, labels = np.diff(offsets), documents("labels", labels)
     if len(labels) != sizes.size:
         raise ValueError(f"labels: want one array a document, got {len(labels)} for {sizes.size} documents")
     check_counts(labels, sizes)
     flat = [a for a in map(np.asarray, labels) if a.size]
+    for a in flat:
+        if a.ndim != 1:
+            raise ValueError(f"labels: want one label a claim, shape (N_i,), got shape {a.shape}")
     return document_labels(np.concatenate(flat) if flat else np.zeros(0, bool), int(offsets[-1]))
 
 
@@ -118,15 +124,24 @@ def group_rows(
     "Which documents belong to each group. ValueError for another length, or NaN; TypeError for what cannot be hashed."
     if groups is None:
         return {None: np.arange(n)}
-    groups = groups.tolist() if isinstance(groups, np.ndarray) else list(groups)
+    groups = documents("groups", groups.tolist() if isinstance(groups, np.ndarray) else groups)
     if len(groups) != n:
         raise ValueError(f"groups: want one label a document, got {len(groups)} for {n} documents")
     rows: dict = {}
     for i, g in enumerate(groups):
-        if g != g:
+        if not isinstance(g, Hashable) or isinstance(g, tuple) and not all(isinstance(x, Hashable) for x in g):
+            raise TypeError(f"groups[{i}]: want a label that can be hashed, such as a text, got {g!r:.60}")
+        if _is_missing(g):
             raise ValueError(f"groups[{i}]: NaN is not a group; give documents without one a label of their own")
         rows.setdefault(g, []).append(i)
     return {g: np.array(at) for g, at in rows.items()}
+
+
+def _is_missing(g: Hashable) -> bool:
+    try:
+        return bool(g != g)
+    except TypeError:                                                      # pandas' NA is neither equal nor unequal
+        return True
 
 # %% ../../../nbs/evaluation/maci/02_calibrate.ipynb #96891e0c
 def rng_streams(
@@ -205,7 +220,8 @@ def documents_needed(
     fraction: float = 0.0,  # share of a group's documents that learns the weights
 ) -> int:
     "The fewest documents of a group, those for the weights included, with which it can keep anything."
-    need, n = smallest_group(alpha), smallest_group(alpha)
+    need = smallest_group(alpha)
+    n = max(need, int((need - 1) / (1 - fraction) * (1 - 1e-12)) - 1)      # n (1 - fraction) > need - 1, less a little
     while n - int(np.floor(fraction * n + 1e-9)) < need:
         n += 1
     return n
@@ -229,8 +245,8 @@ def check_settings(maci: BaseEstimator) -> None:
     if maci.unseen not in ("error", "empty"):
         raise ValueError(f"unseen: want 'error' or 'empty', got {maci.unseen!r}")
     for name in ("target_tpr", "weight_fraction"):
-        if not 0 < getattr(maci, name) < 1:
-            raise ValueError(f"{name}: want a share in (0, 1), got {getattr(maci, name)}")
+        if not 0 < number(getattr(maci, name)) < 1:
+            raise ValueError(f"{name}: want a share in (0, 1), got {getattr(maci, name)!r:.60}")
 
 
 def fitting_documents(
@@ -299,6 +315,9 @@ class MACI(BaseEstimator):
         u_rng, split_rng = rng_streams(self.random_state, FIT_U, SPLIT)
         u = self._coins(u_rng, n)
         learn = self.n_scorers_ > 1 and self.weights != "mean"
+        if self.weights == "grid" and self.n_scorers_ > GRID_SCORERS:
+            raise ValueError(
+                f"weights: 'grid' takes at most {GRID_SCORERS} scorers, got {self.n_scorers_}; use 'convex' or 'mean'")
         parts = {g: split_rows(at, self.weight_fraction if learn else 0.0, split_rng) for g, at in rows.items()}
         equal = np.full(self.n_scorers_, 1 / self.n_scorers_)
         self.weights_ = {g: equal for g in rows}
@@ -321,6 +340,7 @@ class MACI(BaseEstimator):
     ) -> list[np.ndarray]:  # n masks: (N_i,) bool, True for a claim to keep
         "Which claims to keep. ValueError for lists that don't match those of `fit`, or an unseen group."
         check_is_fitted(self)
+        scores = documents("scores", scores)
         (u_rng,) = rng_streams(self.random_state, PREDICT_U)
         return self.predict_at(scores, self._coins(u_rng, len(scores)), groups)
 

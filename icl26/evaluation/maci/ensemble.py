@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from .filter import clean, document_labels
+from .filter import clean, document_labels, number
 
 # %% ../../../nbs/evaluation/maci/03_ensemble.ipynb #5471f4c2
 def fpr_at_tpr(
@@ -62,7 +62,7 @@ def grid_weights(
             f"method: 'grid' takes at most {GRID_SCORERS} scorers, got {scores.shape[1]}; use 'convex' or 'mean'")
     w = simplex_grid(scores.shape[1])
     mixed = np.concatenate([
-        fpr_at_tpr(scores @ block.T, labels, target_tpr)
+        fpr_at_tpr((scores @ block.T).round(14), labels, target_tpr)                 # equal sums must be equal floats
         for block in np.array_split(w, max(1,
                                            len(w) * len(scores) // 4_000_000))])
     return w[np.argmin(mixed)]
@@ -111,7 +111,7 @@ METHODS = {"grid": grid_weights, "convex": convex_weights, "mean": lambda s, y, 
 
 def check_method(method: str) -> str:
     "`method`, or a ValueError."
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"weights: want one of {', '.join(map(repr, METHODS))}, got {method!r}")
     return method
 
@@ -130,8 +130,8 @@ def ensemble_weights(
     s, y = clean(scores), np.asarray(labels)
     if s.ndim != 2 or s.shape[1] < 1 or y.shape != s.shape[:1]:
         raise ValueError(f"scores, labels: want shapes (n, M) and (n,), got {s.shape} and {y.shape}")
-    if not 0 < target_tpr < 1:
-        raise ValueError(f"target_tpr: want a share in (0, 1), got {target_tpr}")
+    if not 0 < number(target_tpr) < 1:
+        raise ValueError(f"target_tpr: want a share in (0, 1), got {target_tpr!r:.60}")
     check_method(method)
     y = document_labels(y, len(s))
     if method != "mean" and s.shape[1] > 1 and (len(y) < 2 or y.all() or not y.any()):

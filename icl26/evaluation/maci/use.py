@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTION', 'ClaimFile', 'read_claim_file', 'group_name', 'expected', 'calibrate', 'load_filter', 'document_coins',
            'check_fit', 'apply_filter', 'show_calibration', 'show_application', 'build_parser', 'in_options',
-           'check_seed', 'run_calibrate', 'run_apply', 'main']
+           'check_seed', 'as_json', 'run_calibrate', 'run_apply', 'main']
 
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #b1b4583d
 import argparse
@@ -87,8 +87,9 @@ def _line(text: str, where: str, labels: bool) -> dict:
         raise ValueError(f"{where}: scores must be probabilities in [0, 1], got {x.get('scores', x.get('score'))!r}")
     if (labels or "label" in x) and not isinstance(x.get("label"), bool):
         raise ValueError(f"{where}: label must be true or false, got {x.get('label')!r}")
-    if not isinstance(x.get("group"), (str, int, float, bool, type(None))):
-        raise ValueError(f"{where}: group must be a text, a number or null, got {x['group']!r}")
+    g = x.get("group")
+    if not isinstance(g, (str, int, float, bool, type(None))) or isinstance(g, float) and not math.isfinite(g):
+        raise ValueError(f"{where}: group must be a text, a number or null, got {g!r}")
     return {**x, "scores": [float(s) for s in scores]}
 
 
@@ -185,7 +186,7 @@ def load_filter(
 ) -> tuple[MACI, dict]:  # the estimator, and the file's content
     "A stored filter. ValueError for a file that is not one, or that names the first field that is missing or wrong."
     try:
-        made = json.loads(Path(path).read_text(encoding="utf-8"))
+        made = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         ok = made["format"] == "icl26 maci filter" and made["version"] == 1
     except (ValueError, KeyError, TypeError, RecursionError):
         ok = False
@@ -214,7 +215,7 @@ def _damage(made: dict) -> str:
     per_group = dict(
         group=lambda x: isinstance(x, (str, int, float)) or x is None,
         threshold=lambda x: number(x) or x in ("inf", "-inf"),
-        weights=lambda x: isinstance(x, list) and len(x) == made["scorers"] and all(number(w) and w >= 0 for w in x),
+        weights=lambda x: isinstance(x, list) and len(x) == made["scorers"] and all(number(w) and w >= 0 for w in x) and abs(sum(x) - 1) < 1e-6,
         documents=whole(1), calibration_documents=whole(0), keeps_nothing=flag,
         coverage_range=lambda x: isinstance(x, list) and len(x) == 2 and all(map(number, x)),
         expected=lambda x: x is None or isinstance(x, dict))
@@ -364,16 +365,26 @@ def check_seed(seed: int | None) -> None:
         raise ValueError(f"--seed: want a whole number of at least 0, got {seed}")
 
 
+def as_json(x: object, **how: object) -> str:
+    "`json.dumps` with letters as they are; with escapes if half of a surrogate pair, as of an emoji cut in two, is among them."
+    text = json.dumps(x, ensure_ascii=False, **how)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(x, **how)
+    return text
+
+
 def run_calibrate(a: argparse.Namespace) -> str:
     "Calibrate, write the filter, and give the report; warnings go to standard error."
     check_outputs({"--out": a.out}, [a.file])
     check_seed(a.seed)
     made = calibrate(read_claim_file(a.file, labels=True), alpha=a.alpha, rule=a.rule, weights=a.weights,
                      target_tpr=a.target_tpr, seed=a.seed, repeats=a.repeats)
-    write_text(a.out, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+    write_text(a.out, as_json(made, indent=1) + "\n")
     for w in made["warnings"]:
         print(f"icl26: warning: {in_options(w)}", file=sys.stderr)
-    return json.dumps(made, indent=1, ensure_ascii=False) if a.json else show_calibration(made, a.out)
+    return as_json(made, indent=1) if a.json else show_calibration(made, a.out)
 
 
 def run_apply(a: argparse.Namespace) -> str:
@@ -391,7 +402,7 @@ def run_apply(a: argparse.Namespace) -> str:
     if a.out:
         write_text(
             a.out,
-            "".join(json.dumps({**x, "kept": bool(k)}, ensure_ascii=False) + "\n" for x, k in zip(data.lines, kept)))
+            "".join(as_json({**x, "kept": bool(k)}) + "\n" for x, k in zip(data.lines, kept)))
     nothing = [group_name(r["group"]) for r in made["groups"] if r["keeps_nothing"] and r["group"] in report]
     if nothing:
         print(f"icl26: warning: the filter keeps nothing in {', '.join(nothing)}: too few answers calibrated it",
