@@ -265,12 +265,12 @@ def test_a_chat_judge_gets_its_template_and_one_bos():
 def test_rows_and_gaps():
     rows, gaps = plan_rows(["Bo", "a Bo", "Bo"])
     assert [g[0] for g in gaps] == ["_", "a _"] and [(r.answer, r.gap) for r in rows] == [(0, 0), (1, 1), (2, 0)]
-    c = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048), temperature=2.0).compare(QUESTION, SUMMARIES, CONDITIONING, TEST * 2, watch=["Bo"], temperatures=[5.0])
+    c = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048), temperature=2.0).compare(QUESTION, SUMMARIES, CONDITIONING, TEST * 4, watch=["Bo"], temperatures=[5.0])
     assert Comparison.from_dict(json.loads(json.dumps(c.to_dict()))) == c
     for s in SUMMARIES:
         t = c.totals(s)
         np.testing.assert_allclose(t[:, 0].sum() / t[:, 1].sum(), c.score(s))
-        assert len(t) == 10 and abs(c.words(s).share.sum() - 1) < 1e-9
+        assert len(t) == 20 and abs(c.words(s).share.sum() - 1) < 1e-9
     i = c.interval("greedy", seed=3)
     own = bootstrap((c.totals("greedy")[:, 0], c.totals("greedy")[:, 1]), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, method="percentile",
                     n_resamples=20_000, rng=np.random.default_rng(0)).confidence_interval
@@ -647,3 +647,69 @@ def test_a_mistake_is_one_line_and_exit_code_2(answers, args, text, monkeypatch,
 def test_what_is_no_text_is_named(args, named):
     with pytest.raises(TypeError, match=named):
         sr.SelfReflect(tiny_lm(d_model=16, n_layers=1, n_heads=2)).score(*args)
+
+
+def test_the_interval_of_few_answers_covers_as_it_says():
+    "Six to nineteen answers: a percentile bootstrap of so few is too narrow, Student's t on the ratio's linear parts is not."
+    def comparison(sums, counts):
+        planned = [metric.Row(a, "w", a, None) for a, n in enumerate(counts) for _ in range(n)]
+        none = [None] * len(planned)
+        return Comparison([1.0], [("_", "")] * len(counts), planned, {"x": [(sums / counts).tolist()]}, none, {"x": none}, {}, {}, {}, len(counts), 0)
+
+    rng = np.random.default_rng(1)
+    for n in (6, 8, 14):
+        inside = []
+        for _ in range(400):
+            counts = rng.integers(1, 6, n)
+            i = comparison(counts * rng.normal(0.3, 0.08, n), counts).interval("x")
+            inside.append(i.low <= 0.3 <= i.high)
+        assert 0.91 < np.mean(inside) < 0.985, n
+
+
+def test_a_line_of_thought_is_cut_where_the_word_stands():
+    from icl26.evaluation.selfreflect.summaries import after_summary
+
+    for text, want in (("İİİİİİİİİİ or so. Summary: 70% Barton", "70% Barton"), ("ẞ **SUMMARY:** x **Summary:** y", "y"), ("none", "none"), ("Summary:", "")):
+        assert after_summary(text) == want
+
+
+@pytest.mark.parametrize("call, error, text", [
+    (lambda j: sr.total_variation(torch.ones(2) / 2, torch.ones(1)), ValueError, "p, q: want distributions over the same tokens"),
+    (lambda j: sr.total_variation(None, torch.ones(1)), TypeError, "p: want a tensor"), (lambda j: sr.tempered(torch.zeros(2), "5"), TypeError, "temperature: want a number"),
+    (lambda j: sr.mask_tasks(None), TypeError, "answer: want a text"), (lambda j: sr.is_stopword(None), TypeError, "word: want a text"),
+    (lambda j: sr.SelfReflect(j, stopwords="the"), TypeError, "stopwords: want a set"), (lambda j: sr.SelfReflect(j, stopwords=iter(["the"])), TypeError, "stopwords: want a set"),
+    (lambda j: sr.SelfReflect(j).score_many(QUESTION, ["x"], ["a"], ["b"]), TypeError, "summaries: want a mapping"),
+    (lambda j: sr.SelfReflect(j).compare(QUESTION, {"s": "x"}, ["a"], ["b"], temperatures=[0]), ValueError, "temperature: must be positive"),
+    (lambda j: sr.SelfReflect(j).dataset(dict(question=QUESTION)), TypeError, "records: want a list of mappings"), (lambda j: sr.SelfReflect(j).dataset(["q"]), TypeError, r"records\[0\]: want a mapping"),
+    (lambda j: sr.SelfReflect(j).dataset([dict(question=QUESTION, summaries={}, conditioning_answers=["a"])]), ValueError, r"records\[0\]: lacks test_answers"),
+    (lambda j: sr.embedding_distance("x", ["a", "b"], lambda t: np.ones((1, 3))), ValueError, r"embedder: must give \(3, d\)"),
+    (lambda j: sr.embedding_distance("x", ["a"], lambda t: np.full((len(t), 3), math.nan)), ValueError, "finite numbers"),
+    (lambda j: sr.embedding_distance(None, ["a"], lambda t: np.ones((len(t), 3))), TypeError, "summary: want a text"),
+    (lambda j: sr.summarize(None, QUESTION, "tabulate", n="3"), TypeError, "n: want a whole number"), (lambda j: sr.summarize(None, None, "greedy"), TypeError, "question: want a text"),
+])
+def test_what_is_of_the_wrong_kind_is_named_before_the_judge_is_asked(call, error, text):
+    judge = Scripted()
+    with pytest.raises(error, match=text):
+        call(judge)
+    assert not judge.calls
+
+
+def test_arrays_and_generators_do_as_tensors_and_lists_do():
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.5, 0.0])
+    assert abs(float(sr.total_variation(p, q)) - 0.3) < 1e-12
+    measure = sr.SelfReflect(Scripted())
+    lists = measure.compare(QUESTION, SUMMARIES, CONDITIONING, TEST)
+    assert measure.compare(QUESTION, SUMMARIES, iter(CONDITIONING), iter(TEST)) == lists and lists.n_answers == len(TEST)
+
+
+def test_the_commands_report_says_what_a_mean_is_over():
+    from icl26.evaluation.selfreflect.use import evaluate_all, parse_record, show_report
+
+    row = lambda question, names: dict(question=question, summaries={n: "Bo" for n in names}, conditioning_answers=CONDITIONING, test_answers=TEST)
+    shown = show_report(evaluate_all(Scripted(), [row(QUESTION, "ab"), row("Who was last?", "ab"), row("Who else?", "a")]))
+    of = [line.strip()[0] for line in shown.splitlines() if line.endswith("   2 of 3 questions")]
+    assert of == ["b"]
+    assert "all answers score the same" in show_report(evaluate_all(Scripted(), [row(QUESTION, "a") | dict(test_answers=["Ann Lee"] * 3)]))
+    for wrong, text in ((dict(answers=["a", "b"], test_answers=["c"]), "f, line 1: has both answers and test_answers"), (dict(answers=["a", "b \ud83d"]), "f, line 1: holds half of a surrogate pair")):
+        with pytest.raises(ValueError, match=text):
+            parse_record(json.dumps(dict(question=QUESTION, summaries={"s": "x"}) | wrong), "f, line 1")

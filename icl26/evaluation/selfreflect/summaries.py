@@ -7,8 +7,11 @@ __all__ = ['GREEDY', 'BASIC', 'COT', 'SUMMARIZE', 'STRATEGIES', 'shares_text', '
            'after_summary', 'ask', 'summarize']
 
 # %% ../../../nbs/evaluation/selfreflect/04_summaries.ipynb #d5811f79
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from .metric import list_answers, text_list
 
@@ -70,8 +73,8 @@ def after_summary(
     text: str,  # a line of thought
 ) -> str:
     "What follows the last \"Summary:\" (in any case, asterisks around it removed); the whole text if it is absent."
-    at = text.lower().rfind("summary:")
-    return text[at + len("summary:"):].strip().strip("*").strip() if at >= 0 else text
+    found = re.findall(r"summary:", text, flags=re.IGNORECASE)               # lower() would move the places: "İ" becomes two letters
+    return text.rpartition(found[-1])[2].strip().strip("*").strip() if found else text
 
 # %% ../../../nbs/evaluation/selfreflect/04_summaries.ipynb #fe6a654c
 def ask(
@@ -95,9 +98,13 @@ def summarize(
     seed: int | None = None,  # of the sampling
     answers: Sequence[str] | None = None,  # samples already at hand, in place of new ones
 ) -> str:
-    "A summary of the model's distribution over answers. ValueError for an unknown strategy, n < 1, or no answers."
+    "A summary of the model's distribution over answers. ValueError for an unknown strategy, n < 1, or no answers; TypeError for what is no text or number."
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: want one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if not isinstance(question, str):
+        raise TypeError(f"question: want a text, got {question!r:.60}")
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+        raise TypeError(f"n: want a whole number, got {n!r:.60}")
     if n < 1:
         raise ValueError(f"n: must be at least 1, got {n}")
     say = lambda text: ask(lm, text, max_new_tokens=max_new_tokens, temperature=0.0)[0]

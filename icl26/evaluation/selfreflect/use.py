@@ -30,6 +30,10 @@ def parse_record(
         raise ValueError(f"{where}: not valid JSON ({e})") from e
     if not isinstance(r, dict):
         raise ValueError(f"{where}: want an object, got a {type(r).__name__}")
+    try:
+        json.dumps(r, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{where}: holds half of a surrogate pair, {e.object[e.start]!a}, which is no letter (an emoji cut in two?)") from None
     r |= _roles(r, where)
     if not isinstance(r.get("question"), str) or not r["question"].strip():
         raise ValueError(f"{where}: question must be a text")
@@ -49,6 +53,8 @@ def _roles(r: Mapping, where: str) -> dict:
     "The answers of each role, blank ones left out; `answers` is dealt out in turns, to two roles if there are only two."
     texts = lambda x: isinstance(x, list) and all(isinstance(a, str) for a in x)
     if "answers" in r:
+        if twice := [k for k in ROLES if k in r]:
+            raise ValueError(f"{where}: has both answers and {twice[0]}; give either answers, or a field for each role")
         found = [a for a in r["answers"] if a.strip()] if texts(r["answers"]) else []
         if len(found) < 2:
             raise ValueError(f"{where}: answers must be a list of at least two texts that are not blank")
@@ -109,7 +115,7 @@ def _entry(c: Comparison, name: str, words: int, seed: int) -> dict:
         why = f"{i.n} answer" + "s" * (i.n != 1)
     elif high - low < 1e-12:
         low = high = None
-        why = "all answers leave the same gap"
+        why = "all answers leave the same gap" if len(c.gaps) == 1 else "all answers score the same"
     out = dict(score=_finite(i.estimate), low=low, high=high, answers=i.n, no_interval=why)
     if not name.startswith("("):
         out["words"] = [dict(word=w, count=int(r["count"]), share=float(r["share"]), distance=float(r["distance"]),
@@ -165,7 +171,8 @@ def show_report(
     if r["mean"]:
         few = min(x["questions"] for x in r["mean"].values()) < 6
         out.append(f"mean over questions (lower is better, τ = {r['temperature']:g}{'; fewer than six questions: Student’s t' if few else ''})")
-        out += [line(name, x) for name, x in sorted(r["mean"].items(), key=_order)]
+        most = max(x["questions"] for x in r["mean"].values())
+        out += [line(name, x) + f"   {x['questions']} of {most} questions" * (x["questions"] < most) for name, x in sorted(r["mean"].items(), key=_order)]
         out.append("")
     return "\n".join([*out, f"{r['prompts']} prompts to the judge"])
 

@@ -131,8 +131,10 @@ def embedding_distance(
 ) -> float:  # 0: all point the same way; at most 2
     """1 − mean cosine of the summary and each answer.
 
-    ValueError without answers or for a vector of length 0; TypeError for one text in place of a list."""
+    ValueError without answers, for vectors that are not one a text, or one of length 0; TypeError for one text in place of a list, or for what is no text."""
     answers = text_list("answers", answers)
+    if not isinstance(summary, str):
+        raise TypeError(f"summary: want a text, got {summary!r:.60}")
     if not answers:
         raise ValueError("answers: at least one is needed, got none")
     if embedder is None:
@@ -141,6 +143,8 @@ def embedding_distance(
         embedder = _EMBEDDER[0]
     different = list(dict.fromkeys([summary, *answers]))
     vectors = np.asarray(embedder(different), float)
+    if vectors.ndim != 2 or len(vectors) != len(different) or not np.isfinite(vectors).all():
+        raise ValueError(f"embedder: must give ({len(different)}, d) finite numbers for {len(different)} texts, got shape {vectors.shape}")
     length = np.linalg.norm(vectors, axis=1)
     if not (length > 0).all():
         raise ValueError(f"embedder: gave a vector of length 0 for {different[int(length.argmin())]!r}")
