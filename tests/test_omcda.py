@@ -658,6 +658,37 @@ def test_constant_rewards_and_actions_that_were_never_logged(logs):
     assert (b == 0).any() and all((pi[b == 0] == 0).all() for pi in pis.values())
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "omar"])
+def test_an_action_that_an_agent_never_logged_is_never_taken(name, logs, tmp_path):
+    log = logs[False]
+    actions = log.actions.copy()
+    actions[:, 0] = np.where(actions[:, 0] == 2, 0, actions[:, 0])          # agent 0 never took 2, nobody 3
+    part = om.TeamDataset(log.obs, actions, log.rewards, log.next_obs, log.done, True, 4)
+    alg, report = om.train_team(part, name, 40, **SMALL | dict(lr=5e-3))
+    assert np.isfinite(report.spent).all() and (report.spent >= -1e-6).all() and report.spent.max() < 50
+    back = om.load_policy(om.save_policy(alg, report, tmp_path / "p"))
+    with torch.no_grad():
+        out = alg.policy_output(alg.normal(torch.as_tensor(log.obs)))
+        torch.testing.assert_close(back.output(log.obs), out)
+    if name in ("macql", "cfcql"):                                          # held by a penalty only
+        assert alg.absent is None and (out.exp() > 0).all()
+        return
+    pi = out.exp().numpy()
+    assert (pi[:, 0, 2:] == 0).all() and (pi[:, 1:, 3] == 0).all() and (pi[:, 1:, :3] > 0).all()
+    np.testing.assert_allclose(pi.sum(-1), 1, atol=1e-5)
+    for team in (alg, back):
+        drawn = team.act(np.tile(log.obs, (5, 1, 1)), deterministic=False)
+        assert set(np.unique(drawn[:, 0])) == {0, 1} and drawn.max() == 2
+    assert om.make_algorithm(name, log, **SMALL).absent is None              # all actions logged: nothing to hold back
+    path = tmp_path / "p" / "policy.safetensors"
+    if name == "bc":
+        from safetensors.torch import load, save_file
+
+        save_file(load(path.read_bytes()) | dict(absent=torch.ones(2, 4, dtype=torch.bool)), path)
+        with pytest.raises(ValueError, match="absent has the shape"):
+            om.load_policy(tmp_path / "p")
+
+
 # -- helpers of the studies ------------------------------------------------------------------------------------------
 
 

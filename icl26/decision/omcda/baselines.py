@@ -78,6 +78,7 @@ class MACQL(TeamLearner):
     "Conservative Q-learning on joint samples. With continuous actions a deterministic actor climbs the team's value."
 
     name, defaults, drawn = "macql", dict(cql_weight=1.0, joint_samples=100), "joint_samples"
+    within_log = False  # what holds it to the log is the penalty
 
     def build(self) -> dict:
         n, D, h, g = self.n_agents, self.obs_dim, self.config["hidden"], self.init_rng

@@ -85,7 +85,7 @@ def tilt(
     qc: torch.Tensor | float = 0.0,  # (..., A)
 ) -> torch.Tensor:
     "Log-probabilities of the tilted policy, without checks: what the training loop calls."
-    top = torch.where(log_b > -math.inf, q, -math.inf).amax(-1, keepdim=True)
+    top = torch.where(log_b > -1e8, q, -math.inf).amax(-1, keepdim=True)  # of actions that can be taken
     return torch.log_softmax(log_b + (rate * (q - top) + qc).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), -1)
 
 

@@ -70,6 +70,7 @@ class TeamLearner:
     returns a loss, and what to record, in `update`."""
 
     name, defaults = "base", {}
+    within_log = True  # an action that an agent never logged has probability 0; False: the values decide
 
     def __init__(self, dataset: TeamDataset, *, seed: int = 0, **config):
         if not isinstance(dataset, TeamDataset):
@@ -91,6 +92,11 @@ class TeamLearner:
         self.rng = torch.Generator(device=self.device).manual_seed(self.seed)  # batches and samples of training
         self.act_rng = torch.Generator(device=self.device).manual_seed(self.seed + 10_007)  # of act(deterministic=False)
         self.init_rng = torch.Generator().manual_seed(self.seed + 20_011)  # initial weights
+        self.absent = None
+        if self.discrete and self.within_log:
+            absent = np.ones((self.n_agents, self.action_dim), bool)
+            absent[np.arange(self.n_agents), dataset.actions] = False
+            self.absent = device(absent) if absent.any() else None
         self.behaviour = self.policy_network()
         self.actor = self.policy_network()
         self.optimiser = None
@@ -100,7 +106,7 @@ class TeamLearner:
         return (obs - self.shift) / self.spread
 
     def policy_network(self) -> TeamPolicy:
-        return TeamPolicy(self.n_agents, self.obs_dim, self.action_dim, self.discrete, self.config["hidden"], self.init_rng).to(self.device)
+        return TeamPolicy(self.n_agents, self.obs_dim, self.action_dim, self.discrete, self.config["hidden"], self.init_rng, self.absent).to(self.device)
 
     def build(self) -> dict:
         "Make the networks that learn: {name: module}; those whose names begin with target_ follow the others."

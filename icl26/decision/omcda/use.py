@@ -120,7 +120,8 @@ def policy_tensors(alg) -> dict:
     own = type(alg).policy_output is not TeamLearner.policy_output  # values in place of a policy, or the clone's spread
     net = alg.critic.net if own and alg.discrete else alg.actor.net  # an agent that acts on its values is a softmax of them
     clone = {f"clone.net.{k}": v for k, v in alg.behaviour.net.state_dict().items()} if own and not alg.discrete else {}
-    return {f"net.{k}": v for k, v in net.state_dict().items()} | clone | dict(shift=alg.shift, spread=alg.spread)
+    absent = {} if alg.absent is None else dict(absent=alg.absent)
+    return {f"net.{k}": v for k, v in net.state_dict().items()} | clone | absent | dict(shift=alg.shift, spread=alg.spread)
 
 
 def save_policy(alg, report: TeamReport, folder: str | Path) -> Path:
@@ -154,6 +155,10 @@ def load_policy(
         tensors = load(path.read_bytes())
         net.load_state_dict({k: v for k, v in tensors.items() if k.startswith("net.")})
         clone = {k[6:]: v for k, v in tensors.items() if k.startswith("clone.")}
+        if "absent" in tensors:
+            if tensors["absent"].dtype != torch.bool or tensors["absent"].shape != (about["n_agents"], about["action_dim"]) or not about["discrete"]:
+                raise ValueError(f"absent has the shape {tuple(tensors['absent'].shape)} of {tensors['absent'].dtype}")
+            net.absent = tensors["absent"]
         if clone:
             second.load_state_dict(clone)
         shift, spread = tensors["shift"], tensors["spread"]
