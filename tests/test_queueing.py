@@ -569,7 +569,7 @@ def test_solve_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, said", [
     (["solve", "missing.json"], "No such file"), (["solve", "bad.json"], "discount_rate"), (["solve", "half.json"], "not valid JSON"), (["solve", "binary.json"], "UTF-8"),
-    (["solve", "s.json", "--out", "s.json"], "overwrite"), (["solve", "s.json", "--out", "nowhere/x.json"], "there is no folder"), (["solve", "s.json", "--tol", "0"], "--tol"),
+    (["solve", "s.json", "--out", "s.json"], "would be overwritten"), (["solve", "s.json", "--out", "nowhere/x.json"], "there is no folder"), (["solve", "s.json", "--tol", "0"], "--tol"),
     (["solve", "s.json", "--tol", "inf"], "--tol inf"), (["solve", "s.json", "--tol", "nan"], "--tol nan"), (["solve", "s.json", "--plot", "p.xyz"], ".png"), (["solve", "s.json", "--plot", "p"], ".png"),
     (["formulate", "empty.txt", "--model", "x"], "empty"), (["formulate", "t.txt", "--model", "no/such/folder/here"], "--model"), (["formulate", "t.txt", "--model", "x", "--seed", "-1"], "--seed"),
     (["formulate", "t.txt"], "--model"), (["nothing"], "invalid choice"),
