@@ -759,3 +759,15 @@ def test_a_game_may_be_saved_where_it_was_resumed(table_file, tmp_path, monkeypa
 def test_arguments_of_the_wrong_kind_are_named(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+def test_damaged_weights_are_a_reason(tmp_path):
+    from icl26.evaluation.asking import Missing, open_lm
+    from icl26.lm import tiny_lm
+
+    tiny_lm(d_model=16, n_layers=1, n_heads=2).save_pretrained(tmp_path / "cut")
+    weights, missing = tmp_path / "cut" / "model.safetensors", Missing()
+    weights.write_bytes(weights.read_bytes()[:1000])                                        # a download that was cut off
+    assert missing.load("x", lambda: open_lm(str(tmp_path / "cut"), device="cpu"), "questioner x") is None and "cut: " in missing.why("x")
+    code, _, err = run(["--model", tmp_path / "cut", "--device", "cpu"])
+    assert code == 2 and f"--model {tmp_path / 'cut'}: " in err and err.startswith("icl26: error: ") and err.count("\n") == 1

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...cli import CommandParser, check_outputs, command
+from ..asking import not_to_be_had
 from .agent import BEDAgent, FailedParse, LMAnswerer, Session, WeightedAgent, resume_game, save_game, span, typed_answer
 from .beliefs import key
 from .worlds import LMWorld, TableWorld
@@ -161,7 +162,9 @@ def open_model(
         if options["url"]:
             return OpenAILM(name, base_url=options["url"], endpoint=options["endpoint"])
         return HFLM.bundled(device="cpu" if device == "auto" else device, batch_size=32) if name == "bundled" else HFLM(name, device=device, batch_size=32)
-    except (OSError, ValueError, RuntimeError) as e:
+    except Exception as e:
+        if not not_to_be_had(e):
+            raise
         raise ValueError(f"--model {name}: {(str(e).strip() or type(e).__name__).splitlines()[0]}") from e
 
 
