@@ -713,3 +713,13 @@ def test_the_commands_report_says_what_a_mean_is_over():
     for wrong, text in ((dict(answers=["a", "b"], test_answers=["c"]), "f, line 1: has both answers and test_answers"), (dict(answers=["a", "b \ud83d"]), "f, line 1: holds half of a surrogate pair")):
         with pytest.raises(ValueError, match=text):
             parse_record(json.dumps(dict(question=QUESTION, summaries={"s": "x"}) | wrong), "f, line 1")
+
+
+def test_a_word_that_an_answer_says_twice_is_not_shifted_twice():
+    c = sr.SelfReflect(tiny_lm(seed=1, max_positions=2048)).compare(QUESTION, SUMMARIES, CONDITIONING, ["Bo saw Bo.", "Bo"])
+    moved = np.subtract(c.logprobs["greedy"], c.reference)
+    bo = [k for k, r in enumerate(c.rows) if r.word.strip(".") == "Bo"]
+    assert sum(c.rows[k].first for k in bo) == 3 and len(bo) == 10                                     # a space, two letters, and once a full stop
+    table = c.words("greedy")
+    np.testing.assert_allclose(table.loc["Bo", "shift"], moved[bo].sum() / 3)
+    assert table.loc["Bo", "count"] == 2

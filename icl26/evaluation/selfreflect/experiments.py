@@ -68,7 +68,7 @@ def _kept_comparison(sr: SelfReflect, question: str, summaries: Mapping[str, str
         return ask(), np.zeros(2)
     rows, _, prompts = sr.plan(question, summaries, conditioning, test)
     key = dict(what="selfreflect judge", model=sr.judge.model_hash, prompts=prompts, watch=list(watch),
-               rows=[[r.answer, r.word, r.gap, r.token] for r in rows], answers=len(test),
+               rows=[[r.answer, r.word, r.gap, r.token, r.first] for r in rows], answers=len(test),
                temperatures=[sr.temperature, *temperatures])
     found = cached(key, build, code=(metric.tempered, metric.total_variation, metric._Reader))
     return Comparison.from_dict(found["comparison"]), np.array(found["seconds"])

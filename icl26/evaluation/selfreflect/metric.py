@@ -120,6 +120,7 @@ class Row:
     word: str  # the masked word as it stood
     gap: int  # which gap
     token: int | None  # the judge's token id, if it shows its tokenizer
+    first: bool = True  # whether the word begins with this token
 
 
 def plan_rows(
@@ -134,7 +135,7 @@ def plan_rows(
         if key not in known:
             known[key] = [(word, (masked, before), token) for masked, word in mask_tasks(answer, stopwords)
                           for before, token in word_tokens(tokenizer, word)]
-        rows += [Row(a, word, gaps.setdefault(gap, len(gaps)), token) for word, gap, token in known[key]]
+        rows += [Row(a, word, gaps.setdefault(gap, len(gaps)), token, gap[1] == "") for word, gap, token in known[key]]
     return rows, list(gaps)
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #3f3ce930
@@ -227,13 +228,14 @@ def word_table(
     distances: Sequence[float],  # (R,)
     moved: Sequence[float],  # (R,) log-probability after the summary minus after the answers; nan if not known
 ) -> pd.DataFrame:  # count, distance, share, shift by word, the largest share first
-    "Answers that hold the word, its mean distance, its share of the sum, and its mean shift in nats."
+    "Answers that hold the word, its mean distance, its share of the sum, and its mean shift in nats over the places where it stands."
     names = [r.word.strip(EDGE) or r.word for r in rows]
-    table = pd.DataFrame(dict(word=names, answer=[r.answer for r in rows], distance=distances, shift=moved))
+    first = [r.first for r in rows]                                        # a word can occur twice in an answer
+    table = pd.DataFrame(dict(word=names, answer=[r.answer for r in rows], first=first, distance=distances, shift=moved))
     whole = lambda x: x.sum(min_count=1)
     sums = table.groupby("word", sort=False).agg(count=("answer", "nunique"), distance=("distance", "mean"),
-                                                 total=("distance", "sum"), shift=("shift", whole))
-    sums["share"], sums["shift"] = sums.total / max(sums.total.sum(), 1e-300), sums["shift"] / sums["count"]
+                                                 total=("distance", "sum"), times=("first", "sum"), shift=("shift", whole))
+    sums["share"], sums["shift"] = sums.total / max(sums.total.sum(), 1e-300), sums["shift"] / sums["times"]
     return sums.sort_values("total", ascending=False, kind="stable")[["count", "distance", "share", "shift"]]
 
 # %% ../../../nbs/evaluation/selfreflect/02_metric.ipynb #ff5dbec4
