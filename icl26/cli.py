@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -129,13 +130,20 @@ def check_outputs(
     asked = {option: Path(target) for option, target in outputs.items() if target is not None}
     for option, path in asked.items():
         if option in endings and path.suffix.lower() not in endings[option]:
-            raise ValueError(f"{option}: want a name that ends in {' or '.join(endings[option])}, got {path}")
+            *some, last = endings[option]
+            raise ValueError(f"{option}: want a name that ends in {', '.join(some)}{' or ' if some else ''}{last}, got {path}")
         if path.is_dir():
             raise ValueError(f"{option}: {path} is a folder; give the name of a file")
         folder = path.absolute().parent
         if not folder.is_dir():
             raise ValueError(f"{option}: {path}: there is no folder {folder}")
-        if not os.access(folder, os.W_OK) or path.exists() and not os.access(path, os.W_OK):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{option}: {path} is no ordinary file, and would be replaced; give another name")
+        try:
+            tempfile.TemporaryFile(dir=folder).close()                       # asking for permission tells nothing to root, or about a read-only disk
+        except OSError as e:
+            raise ValueError(f"{option}: {path}: nothing can be written there ({e.strerror})") from None
+        if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{option}: {path}: no permission to write there")
         if any(_same_file(path, Path(i)) for i in inputs):
             raise ValueError(f"{option}: {path} is an input file, which would be overwritten; give another name")

@@ -844,7 +844,7 @@ def test_formulas_that_begin_with_a_minus():
     assert use.formulas(["train", "e", "d", "--reward", "--steps", "3"]) == ["train", "e", "d", "--reward", "--steps", "3"]
 
 
-@pytest.mark.parametrize("name, text", [("cut.npz", "damaged"), ("bytes.npz", "damaged"), ("array.npz", "single array"), ("empty.npz", "damaged"), ("words.npz", "obs must be"), ("complex.npz", "obs must be"), ("latin.csv", "UTF-8"), ("only.csv", "`action`"),
+@pytest.mark.parametrize("name, text", [("cut.npz", "plain arrays"), ("bytes.npz", "plain arrays"), ("array.npz", "plain arrays"), ("empty.npz", "plain arrays"), ("words.npz", "obs must be"), ("complex.npz", "obs must be"), ("latin.csv", "UTF-8"), ("only.csv", "`action`"),
                                         ("semi.csv", "`action`"), ("short.csv", "line 4 has 2 columns"), ("word.csv", "not a table"), ("file.txt", ".npz or .csv")])
 def test_files_that_are_none(tmp_path, name, text):
     d = dail.Demos(np.arange(12.0).reshape(3, 4), [0, 1, 0])

@@ -4,16 +4,13 @@
 
 # %% auto #0
 __all__ = ['numbers_of', 'edge_matrix', 'nodes_of', 'hetero_step', 'hetero_view', 'homogeneous_views', 'from_pyg', 'Report',
-           'advice_of', 'adapt', 'show_report', 'plot_sad', 'build_parser', 'check_targets', 'run_adapt',
-           'write_example', 'main']
+           'advice_of', 'adapt', 'show_report', 'plot_sad', 'build_parser', 'run_adapt', 'write_example', 'main']
 
 # %% ../../../nbs/networks/saga/06_use.ipynb #ea14bb16
 import argparse
 import csv
 import io
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
 from .data import MultiViewGraph, as_numbers, class_of_rows, load_domain, make_csbm, save_domain
 from .model import SAGA, check_graphs, device_of
 from .studies import switches
@@ -277,37 +274,14 @@ def build_parser() -> CommandParser:
     two.add_argument("folder", help="folder to make; must not exist")
     return parser
 
-
-def check_targets(a: argparse.Namespace, views: Sequence[str]) -> None:
-    "ValueError for an output that has no folder or none that can be written to, is a folder, would overwrite an input, or has an unknown ending, before anything is computed."
-    read = [Path(folder) / f"{name}.pt" for folder in (a.source, a.target) for name in ("feat", "label", *views)]
-    for option in ("plot", "out"):
-        target = getattr(a, option)
-        if target is not None and not Path(target).absolute().parent.is_dir():
-            raise ValueError(f"--{option}: the folder of {target} does not exist")
-        if target is not None and Path(target).is_dir():
-            raise ValueError(f"--{option}: {target} is a folder")
-        if target is not None and any(Path(target).resolve() == f.resolve() or Path(target).exists() and f.exists() and Path(target).samefile(f) for f in read):
-            raise ValueError(f"--{option}: {target} is an input file, which would be overwritten; give another name")
-        try:
-            if target is not None:
-                tempfile.TemporaryFile(dir=Path(target).absolute().parent).close()
-        except OSError as e:
-            raise ValueError(f"--{option}: the folder of {target} can't be written to ({e.strerror})") from None
-        if target is not None and Path(target).exists() and not os.access(target, os.W_OK):
-            raise ValueError(f"--{option}: {target} is there and can't be written to")
-    if a.plot and Path(a.plot).suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--plot: a name that ends in .png, .pdf or .svg is needed, got {a.plot}")
-    if a.plot and a.out and Path(a.plot).resolve() == Path(a.out).resolve():
-        raise ValueError("--plot and --out: two different files are needed")
-
 # %% ../../../nbs/networks/saga/06_use.ipynb #f64f4a77
 def run_adapt(a: argparse.Namespace) -> None:
     "Load, adapt, write what was asked for, print."
     views = [v.strip() for v in a.views.split(",")]
     if not all(views) or len(set(views)) < len(views) or {"feat", "label"} & set(views):
         raise ValueError(f"--views: different names with one comma between two of them are needed, such as pap,psp, none of them feat or label; got {a.views!r}")
-    check_targets(a, views)
+    read = [Path(folder) / f"{name}.pt" for folder in (a.source, a.target) for name in ("feat", "label", *views)]
+    check_outputs({"--plot": a.plot, "--out": a.out}, read, {"--plot": (".png", ".pdf", ".svg")})
     device_of(a.device)                                                       # a GPU that is not there, before files are read
     source, target = load_domain(a.source, views), load_domain(a.target, views, labels=False)
     model, report = adapt(source, target, views, anchor=a.anchor, hops=a.hops, epochs=a.epochs, batch_size=a.batch_size, seed=a.seed, device=a.device)
