@@ -674,3 +674,10 @@ def test_queries_with_points_that_are_no_numbers_or_in_another_encoding_are_name
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="q.jsonl: not a text file in UTF-8"):
         lb.read_queries(path)
+
+
+def test_a_judge_that_says_the_second_one_does_not_say_one():
+    from icl26.lm import ScriptedLM
+
+    says = {"a": "The second one is better.", "b": "The second one is better: two.", "c": "One", "d": "Which one? Answer two."}
+    np.testing.assert_array_equal(lb.judged(ScriptedLM(lambda p: says[p[-1]["content"] if isinstance(p, list) else p]), list(says), ("one", "two")), [np.nan, 0, 1, 0])
