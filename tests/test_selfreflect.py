@@ -723,3 +723,14 @@ def test_a_word_that_an_answer_says_twice_is_not_shifted_twice():
     table = c.words("greedy")
     np.testing.assert_allclose(table.loc["Bo", "shift"], moved[bo].sum() / 3)
     assert table.loc["Bo", "count"] == 2
+
+
+def test_the_command_without_a_gpu_says_so(answers, monkeypatch, capsys):
+    from icl26.evaluation.selfreflect.use import main
+
+    monkeypatch.chdir(answers)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for judge in ("judge", "bundled"):
+        assert main(["answers.jsonl", "--judge", judge, "--device", "cuda"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("icl26: error: --device cuda: torch finds no CUDA device") and err.count("\n") == 1
