@@ -970,7 +970,7 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
     cases = [(["train", tmp_path / "none.npz"], "no such file"), (["train", tmp_path / "other.npz"], "other.npz: lacks"), (["train", tmp_path / "shape.npz"], "shape.npz: rewards"),
              (["train", tmp_path / "two_discrete.npz"], "two_discrete.npz: discrete: one value"), (["train", tmp_path / "two_n_actions.npz"], "two_n_actions.npz: n_actions: one value"),
              (["train", log, "--algorithm", "omar"], "continuous"), (["train", log, "--steps", "x"], "--steps"), (["train", log, "--gamma", 2], "gamma"), (["train", log, "--hidden", 0], "hidden"),
-             (["train", log, "--out", tmp_path / "no" / "p"], "does not exist"), (["train", log, "--out", tmp_path / "p"], "--out"), (["train", log, "--algorithm", "bc", "--d-total", 1], "--d-total"),
+             (["train", log, "--out", tmp_path / "no" / "p"], "there is no folder"), (["train", log, "--out", tmp_path / "p"], "--out"), (["train", log, "--algorithm", "bc", "--d-total", 1], "--d-total"),
              (["act", tmp_path / "p", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "policy.json"), (["act", tmp_path / "cut", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "policy.safetensors"),
              (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "a.npy"], "flat.npy: obs"), (["act", tmp_path / "policy", log, "--out", tmp_path / "a.npy"], "log.npz"),
              (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "flat.npy"], "is an input"), (["example", log], "exists"), ([], "required"),

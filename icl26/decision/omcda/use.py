@@ -4,22 +4,21 @@
 
 # %% auto #0
 __all__ = ['OPTIONS', 'TeamReport', 'train_team', 'SavedTeam', 'policy_tensors', 'save_policy', 'load_policy', 'build_parser',
-           'check_target', 'read_observations', 'run_train', 'run_act', 'main']
+           'check_policy_folder', 'read_observations', 'run_train', 'run_act', 'main']
 
 # %% ../../../nbs/decision/omcda/07_use.ipynb #d5ba9090
 import argparse
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...cli import CommandParser, command
+from ...cli import CommandParser, check_outputs, command
+from ...files import DAMAGED
 from .baselines import ALGORITHMS, make_algorithm
-from .data import DAMAGED, RoleGame, TeamDataset, TeamPolicy, log_role_game
+from .data import RoleGame, TeamDataset, TeamPolicy, log_role_game
 from .omcda import TeamLearner, team_observations
 from ...repro.cache import write_tensors
 from ...repro.results import write_text
@@ -199,24 +198,15 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def check_target(option: str, target: str, inputs: tuple = (), folder: bool = False) -> None:
-    "ValueError for an output that cannot be written or would overwrite an input, before any work."
+def check_policy_folder(
+    target: str,  # the folder for a policy
+    log: str,  # the file that it is learnt from
+) -> None:
+    "ValueError for a folder that cannot be written, or holds something else than a policy, before any work."
     path = Path(target)
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option}: the folder of {target} does not exist")
-    if path.resolve() in {Path(i).resolve() for i in inputs}:
-        raise ValueError(f"{option}: {target} is an input; give another name")
-    if folder and path.exists() and not (path.is_dir() and (path / "policy.json").is_file()):
-        raise ValueError(f"{option}: {target} exists and is no policy that train wrote; give a new folder")
-    if not folder and path.is_dir():
-        raise ValueError(f"{option}: {target} is a folder; give a file")
-    where = path if path.is_dir() else path.absolute().parent
-    try:
-        tempfile.TemporaryFile(dir=where).close()
-    except OSError as e:
-        raise ValueError(f"{option}: nothing can be written in {where} ({e.strerror})") from None
-    if path.is_file() and not os.access(path, os.W_OK):
-        raise ValueError(f"{option}: {target} cannot be written")
+    check_outputs({"--out": str(path / "policy.json" if path.is_dir() else path)}, [log])
+    if path.exists() and not (path / "policy.json").is_file():
+        raise ValueError(f"--out: {target} exists and is no policy that train wrote; give a new folder")
 
 # %% ../../../nbs/decision/omcda/07_use.ipynb #b984c450
 def read_observations(path: str) -> np.ndarray:
@@ -237,7 +227,7 @@ OPTIONS = dict(n_steps="--steps", d_total="--d-total", hidden="--hidden", batch_
 def run_train(a: argparse.Namespace) -> None:
     "Read, train, write, print."
     if a.out:
-        check_target("--out", a.out, (a.log,), folder=True)
+        check_policy_folder(a.out, a.log)
     if a.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: cuda is not available here; use cpu")
     if a.d_total is not None and not a.algorithm.startswith("omcda"):
@@ -261,7 +251,7 @@ def run_train(a: argparse.Namespace) -> None:
 
 def run_act(a: argparse.Namespace) -> None:
     "Read a policy and observations, write actions."
-    check_target("--out", a.out, (a.observations, *(Path(a.policy) / name for name in ("policy.json", "policy.safetensors"))))
+    check_outputs({"--out": a.out}, [a.observations, *(Path(a.policy) / name for name in ("policy.json", "policy.safetensors"))])
     if not 0 <= a.seed < 2**62:
         raise ValueError(f"--seed: a whole number of at least 0 and below 2**62 is needed, got {a.seed}")
     team, obs = load_policy(a.policy, a.seed), read_observations(a.observations)
@@ -287,7 +277,7 @@ def main(
         elif Path(a.file).exists():
             raise ValueError(f"{a.file}: exists; give another name")
         else:
-            check_target("file", a.file)
+            check_outputs({"file": a.file})
             log_role_game(RoleGame(0, continuous=a.continuous), 300, seed=0).save(a.file)
             print(f"wrote {a.file}; train on it: icl26 use omcda train {a.file} --out policy")
         return 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .budget import as_float, leading, masses, same_actions, tilt, tilted_policy, without_actions
+from .budget import as_float, leading, masses, same_actions, tilted_policy, without_actions
 from .data import TeamMLP
 
 # %% ../../../nbs/decision/omcda/02_values.ipynb #502acbf3
