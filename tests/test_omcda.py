@@ -1,20 +1,21 @@
 "omcda: the interface, its edges, values known from elsewhere, and that every number and verdict of a run follows from what it recorded."
 
-import contextlib
-import inspect
-import io
 import itertools
 import json
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
 import torch
+from papers import committed, once, plain_signature, run_command, run_here, said
+from recompute import agrees, made_up, mean_again, t_by_hand
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import logsumexp
-from scipy.stats import entropy, sem, t as student
+from scipy.stats import entropy
 
 import icl26.decision.omcda as om
 from icl26 import cli
@@ -29,9 +30,7 @@ from icl26.decision.omcda.values import Mixer, additive_gap, deviation_factors, 
 from icl26.decision.tabular import random_mdp
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
-from icl26.stats import mean_interval
 
-ROOT = Path(__file__).resolve().parent.parent
 IDS = ["C1", "C2", "C3", "C4", "own-C5", "C6", "own-C7", "own-C8"]
 NAMES = ("bc", "omcda", "omiga", "cfcql", "macql", "omar", "omcda_uniform", "omcda_random", "omcda_no_decouple")
 SMALL = dict(hidden=8, bc_steps=10, batch_size=32)
@@ -70,9 +69,7 @@ def logs():
     ],
 )
 def test_signatures(call, want):
-    s = inspect.signature(call)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(inspect.Signature(bare)) == want
+    assert plain_signature(call) == want
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -745,45 +742,18 @@ def test_contributions_of_a_robots_agents_by_a_game_that_is_known():
 # -- the reproduction ------------------------------------------------------------------------------------------------
 
 
-def notebook(out, **parameters):
-    "Run the reproduction's cells in this process with these parameters; the record that it writes."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    space = {"display": lambda x: None}
-    for cell in json.loads((ROOT / "nbs/decision/omcda/08_reproduce.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and "res.outcome()" not in source:                   # a table that only a notebook can fill later
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)                                # Agg does not show
-                exec(source.replace("from IPython.display import display", ""), space)
-            if "parameters" in cell["metadata"].get("tags", []):
-                space |= parameters | {"out_dir": str(out)}
-    return load_results(out / "results.json")
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("omcda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ICL26_CACHE", str(folder / "cache"))
-        notebook(folder, profile="smoke")
-    return folder / "results.json"
+    return papers.smoke("omcda", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     "Profile gpu on the CPU at the sizes for tests, by the command: papermill runs every experiment in a kernel of its own."
-    folder = tmp_path_factory.mktemp("omcda")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
-            patch.setenv(name, value)
-        assert cli.main(["reproduce", "omcda", "--jobs", "1", "--out", str(folder / "gpu"), "--profile", "gpu", "--device", "cpu"]) == 0
-    (path,) = (folder / "gpu").glob("decision/omcda/*/results.json")
-    return path
+    return once("omcda-gpu", tmp_path_factory, lambda folder: run_command("omcda", folder / "gpu", "--profile", "gpu", "--device", "cpu", ICL26_TINY="1"))
 
 
-COMMITTED = ROOT / "results/decision/omcda/results.json"
+COMMITTED = committed("omcda")
 
 
 def expected(part, seed):
@@ -793,27 +763,20 @@ def expected(part, seed):
         return np.abs(x).max(), None, None
     if len(x) == 1:
         return x[0], None, None
-    if np.ptp(x) < 1e-12:
-        return x[0], x[0], x[0]
-    if len(x) < 6:                                                          # Student's t, by SciPy
-        return x.mean(), *student.interval(0.95, len(x) - 1, x.mean(), sem(x))
-    i = mean_interval(x, seed=seed)
-    return i.estimate, i.low, i.high
+    return t_by_hand(x) if len(x) < 6 and np.ptp(x) >= 1e-12 else mean_again(x, seed)
 
 
 @pytest.mark.parametrize("which", ["smoke", "tiny", "committed"])
 def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, tiny):
     path = dict(smoke=smoke, tiny=tiny, committed=COMMITTED)[which]
-    if which == "committed" and not path.is_file():
+    if path is None:
         pytest.skip("no committed run")
     record, checked = load_results(path), 0
     assert {c["id"] for c in record["claims"]} == set(IDS)
     for c in record["claims"]:
         assert c["verdict"] == recompute(c)[0]
         for part in c["values"] or []:
-            got, want = [part["measured"], part.get("ci_low"), part.get("ci_high")], expected(part, record["parameters"]["seed"])
-            assert [g is None for g in got] == [w is None for w in want], (c["id"], part["label"])
-            np.testing.assert_allclose([g for g in got if g is not None], [w for w in want if w is not None], rtol=1e-7, atol=1e-12, err_msg=part["label"])
+            agrees(part, expected(part, record["parameters"]["seed"]))
             checked += 1
         labels = {p["label"]: p for p in c["values"] or []}
         for env in ("role game", "HalfCheetah 2x3"):                       # the closest rival is one of the rivals, and the lowest
@@ -854,7 +817,7 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = notebook(tmp_path, profile="gpu")
+    record = run_here("omcda", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
 
 
@@ -870,10 +833,7 @@ def test_same_seed_same_claims_and_another_seed_others(smoke, tmp_path, monkeypa
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
-def p(label, x, half=0.1):
-    return dict(label=label, measured=x, ci_low=x - half, ci_high=x + half)
-
-
+p = partial(made_up, half=0.1)
 T, R = "teams, d_tot 1.2", "role game"
 AGAINST = {
     "C1": [[p(f"{T}: influence − uniform", a), p(f"{T}: influence − random", b), p(f"{R}: influence − uniform", 1)] for a, b in ((-1, 1), (1, -1), (0, 1), (0.05, 0.05))],
@@ -911,9 +871,7 @@ def test_claims_are_the_same_for_every_profile_and_reject_others():
 
 
 def run(*argv):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return cli.main(["use", "omcda", *map(str, argv)]), out.getvalue(), err.getvalue()
+    return said(cli.main, "use", "omcda", *argv)
 
 
 def test_the_command_trains_saves_and_acts(tmp_path):
@@ -977,7 +935,7 @@ def test_mistakes_are_one_line_and_exit_code_two(tmp_path):
              *((["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "policy" / name], "is an input") for name in ("policy.json", "policy.safetensors")),
              (["act", tmp_path / "policy", tmp_path / "flat.npy", "--out", tmp_path / "a.npy", "--seed", -1], "--seed"), (["train", log, "--seed", 10**22], "--seed"), (["train", log, "--steps", -1], "--steps: "),
              (["train", log, "--batch-size", 0], "--batch-size: "), (["train", log, "--hidden", 10**8], "--hidden: at most")]
-    cases += [(["train", log, "--steps", 10**9, "--out", "/proc/p"], "--out: nothing can be written"), (["example", "/proc/x.npz"], "nothing can be written")] if Path("/proc/self").exists() else []
+    cases += [(["train", log, "--steps", 10**9, "--out", "/proc/p"], "--out: /proc/p: nothing can be written"), (["example", "/proc/x.npz"], "nothing can be written")] if Path("/proc/self").exists() else []
     for name, content in DAMAGED.items():
         (tmp_path / name).write_bytes(content)
         cases += [(["train", tmp_path / name], f"{tmp_path / name}: "), (["act", tmp_path / "policy", tmp_path / name, "--out", tmp_path / "a.npy"], f"{tmp_path / name}: ")]
