@@ -1,24 +1,21 @@
 "dail: the interface, its edges, and that every number and verdict of a run follows from what it recorded."
 
 import contextlib
-import inspect
-import io
-import json
 import math
 import pickle
-from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from papers import committed, once, plain_signature, run_command, run_here, said
 from scipy.optimize import linprog
 
 gym = pytest.importorskip("gymnasium")
 
 import icl26.decision.dail as dail
-from icl26 import cli
 from icl26.decision.dail import studies, use
 from icl26.decision.dail.ail import REGULARIZERS, DiscriminatorLearner, Hyper, as_reward, assigned, cartpole, cartpole_expert, gradient_penalty, logit_size
 from icl26.decision.dail.analysis import action_values, exact_logits, flipped, log_softmax, occupancies, tabular_learned
@@ -31,7 +28,6 @@ from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
 from icl26.stats import t_interval
 
-ROOT = Path(__file__).resolve().parent.parent
 FAST = dict(n_envs=4, n_steps=32, epochs=1, disc_updates=1, hidden=(16,), disc_hidden=(16,), disc_batch=64)
 X = torch.linspace(-10, 10, 401, dtype=torch.float64)
 
@@ -89,8 +85,7 @@ def demos():
     ],
 )
 def test_signatures(call, want):
-    s = inspect.signature(call)
-    assert str(inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()])) == want
+    assert plain_signature(call) == want
 
 
 # -- reward functions ------------------------------------------------------------------------------------------------
@@ -668,28 +663,9 @@ def test_the_search_does_not_see_the_worlds_it_is_measured_on():
 # -- reproduction ----------------------------------------------------------------------------------------------------
 
 
-def notebook(out, **parameters):
-    "Run the reproduction's cells in this process with these parameters; the record that it writes."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    space = {"display": lambda x: None}
-    for cell in json.loads((ROOT / "nbs/decision/dail/08_reproduce.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and "res.outcome()" not in source:                   # a table that only a notebook can fill later
-            exec(source.replace("from IPython.display import display", ""), space)
-            if "parameters" in cell["metadata"].get("tags", []):
-                space |= parameters | {"out_dir": str(out)}
-    return load_results(out / "results.json")
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dail")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ICL26_CACHE", str(folder / "cache"))
-        notebook(folder, profile="smoke")
-    return folder / "results.json"
+    return papers.smoke("dail", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -697,25 +673,21 @@ def tiny(tmp_path_factory):
     "Profile gpu on the CPU at the sizes for tests, by the command, with a tiny random model of the proposer's class."
     from icl26.lm import tiny_lm
 
-    folder = tmp_path_factory.mktemp("dail")
-    tiny_lm(max_positions=2048).save_pretrained(folder / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
-            patch.setenv(name, value)
-        args = ["reproduce", "dail", "--jobs", "1", "--out", str(folder / "gpu"), "--profile", "gpu", "--device", "cpu", "--model", str(folder / "model")]
-        assert cli.main(args) == 0
-    (path,) = (folder / "gpu").glob("decision/dail/*/results.json")
-    return path
+    def make(folder):
+        tiny_lm(max_positions=2048).save_pretrained(folder / "model")
+        return run_command("dail", folder / "gpu", "--profile", "gpu", "--device", "cpu", "--model", folder / "model", ICL26_TINY="1")
+
+    return once("dail-gpu", tmp_path_factory, make)
 
 
-COMMITTED = ROOT / "results/decision/dail/results.json"
+COMMITTED = committed("dail")
 IDS = ["C1", "C2", "C3", "C4", "C5", "C6", "own-C7", "own-C8", "own-C9"]
 
 
 @pytest.mark.parametrize("which", ["smoke", "tiny", "committed"])
 def test_every_number_and_verdict_follows_from_what_was_recorded(which, smoke, tiny):
     path = dict(smoke=smoke, tiny=tiny, committed=COMMITTED)[which]
-    if which == "committed" and not path.is_file():
+    if path is None:
         pytest.skip("no committed run")
     record, checked = load_results(path), 0
     assert [c["id"] for c in sorted(record["claims"], key=lambda c: IDS.index(c["id"]))] == IDS
@@ -758,12 +730,12 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
 def test_gpu_profile_without_a_gpu_says_so_in_seconds(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = notebook(tmp_path, profile="gpu")
+    record = run_here("dail", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"]) and record["wall_s"] < 20
 
 
 def test_the_committed_run_has_the_sizes_of_the_cpu_profile():
-    if not COMMITTED.is_file():
+    if COMMITTED is None:
         pytest.skip("no committed run")
     c = {c["id"]: {p["label"]: p for p in c["values"]} for c in load_results(COMMITTED)["claims"]}
     assert c["C1"]["return: gail"]["n"] == 3 and c["C2"]["all"]["n"] == 5 and c["C4"]["dail − half_tanh, raw"]["n"] == 20
@@ -813,9 +785,7 @@ def test_a_claim_has_the_scale_of_its_weakest_part():
 
 
 def run(*argv):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return use.main([str(a) for a in argv]), out.getvalue(), err.getvalue()
+    return said(use.main, *argv)
 
 
 def test_command(tmp_path):

@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
 import torch
+from papers import committed, once, plain_signature, run_command, run_here
+from recompute import agrees, made_up as p, mean_again
 from scipy.stats import norm, wasserstein_distance
 
 import icl26.networks.plasticity as pl
-from icl26 import cli
 from icl26.networks.plasticity import analysis, use
 from icl26.networks.plasticity.circuit import TYPE_NAMES, circuit_from_arrays
 from icl26.networks.plasticity.claims import ALIKE, count_alike
@@ -19,9 +21,7 @@ from icl26.networks.plasticity.gradient import SpikingCircuit
 from icl26.networks.plasticity.studies import run_gradient, run_retest
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
-from icl26.stats import mean_interval
 
-ROOT = Path(__file__).resolve().parent.parent
 SPACE = pl.RuleSpace()
 
 
@@ -46,9 +46,7 @@ SPACE = pl.RuleSpace()
     ],
 )
 def test_signatures(call, want):
-    s = inspect.signature(call)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(inspect.Signature(bare)) == want
+    assert plain_signature(call) == want
 
 
 def test_keyword_arguments_of_the_long_ones():
@@ -482,41 +480,19 @@ def test_the_device_reaches_every_simulation(monkeypatch):
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
-def notebook(out, **parameters):
-    "Run the reproduction's cells in this process with these parameters; the record that it writes."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    space = {"display": lambda *x: None}
-    for cell in json.loads((ROOT / "nbs/networks/plasticity/10_reproduce.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"]).replace("from IPython.display import display\n", "")
-        if cell["cell_type"] == "code" and "res.outcome()" not in source:                   # a table that only a notebook can fill later
-            exec(source, space)
-            if "parameters" in cell["metadata"].get("tags", []):
-                space |= parameters | {"out_dir": str(out)}
-    return load_results(out / "results.json")
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plasticity")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ICL26_CACHE", str(folder / "cache"))
-        return notebook(folder, profile="smoke")
+    return load_results(papers.smoke("plasticity", tmp_path_factory))
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     "Profile gpu on the CPU at the sizes for tests, on a network from a file, by the command: papermill runs every experiment in a kernel of its own."
-    folder = tmp_path_factory.mktemp("plasticity")
-    pl.save_circuit(pl.V1Circuit(60, 5), folder / "v1.npz")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
-            patch.setenv(name, value)
-        args = ["reproduce", "plasticity", "--jobs", "1", "--out", str(folder / "gpu"), "--profile", "gpu", "--device", "cpu", "--model", str(folder / "v1.npz")]
-        assert cli.main(args) == 0
-    (path,) = (folder / "gpu").glob("networks/plasticity/*/results.json")
-    return load_results(path)
+    def make(folder):
+        pl.save_circuit(pl.V1Circuit(60, 5), folder / "v1.npz")
+        return run_command("plasticity", folder / "gpu", "--profile", "gpu", "--device", "cpu", "--model", folder / "v1.npz", ICL26_TINY="1")
+
+    return load_results(once("plasticity-gpu", tmp_path_factory, make))
 
 
 IDS = {"C1", "C2", "C3", "C4", "C5", "C6", "own-C7", "own-C8"}
@@ -529,10 +505,7 @@ def check_record(record):
         assert c["verdict"] == recompute(c)[0]
         for p in c["values"] or []:
             if p.get("values") is not None:
-                x = np.array(p["values"], float)
-                i = None if np.ptp(x) < 1e-12 else mean_interval(x, seed=record["parameters"]["seed"])
-                want = (x[0],) * 3 if i is None else (i.estimate, i.low, i.high)
-                np.testing.assert_allclose([p["measured"], p["ci_low"], p["ci_high"]], want, rtol=1e-7, atol=1e-12)
+                agrees(p, mean_again(p["values"], record["parameters"]["seed"]))
                 checked += 1
         if c["id"] == "C2" and c["values"]:
             pairs = [p for p in c["values"] if not p["label"].startswith("beside") and p["label"] != ALIKE]
@@ -547,7 +520,7 @@ def test_smoke_measures_c1_and_everything_follows(smoke):
 
 def test_smoke_is_the_same_again(smoke, tmp_path, monkeypatch):
     monkeypatch.setenv("ICL26_CACHE", str(tmp_path / "cache"))
-    assert json.dumps(notebook(tmp_path, profile="smoke")["claims"]) == json.dumps(smoke["claims"])
+    assert json.dumps(run_here("plasticity", tmp_path, profile="smoke")["claims"]) == json.dumps(smoke["claims"])
 
 
 def test_gpu_profile_runs_every_experiment_on_a_network_from_a_file(tiny):
@@ -560,22 +533,18 @@ def test_gpu_profile_runs_every_experiment_on_a_network_from_a_file(tiny):
 def test_gpu_profile_without_a_gpu_says_so(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    record = notebook(tmp_path, profile="gpu")
+    record = run_here("plasticity", tmp_path, profile="gpu")
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"]) and record["wall_s"] < 20
 
 
 def test_the_committed_run_follows_from_its_values():
-    path = ROOT / "results/networks/plasticity/results.json"
-    if not path.is_file():
+    path = committed("plasticity")
+    if path is None:
         pytest.skip("no committed run")
     assert check_record(load_results(path)) > 50
 
 
 # -- numbers that go against the paper -------------------------------------------------------------------------------
-
-
-def p(label, x, half=0.01):
-    return dict(label=label, measured=x, ci_low=x - half, ci_high=x + half, n=9)
 
 
 AGAINST = {
