@@ -1,24 +1,21 @@
 "saga: the interface, its edges, values known from elsewhere, and that every number and verdict of a run follows from what it recorded."
 
-import contextlib
-import inspect
-import io
 import json
-import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
+import papers
 import pytest
 import scipy.sparse as sp
 import torch
+from papers import committed, once, plain_signature, run_command, run_here, said, use_command
+from recompute import made_up, t_by_hand
 from scipy.stats import beta
-from scipy.stats import t as student
 from sklearn.base import clone
 from sklearn.metrics.pairwise import rbf_kernel
 
 import icl26.networks.saga as sg
-from icl26 import cli
 from icl26.networks.saga import use
 from icl26.networks.saga.baselines import Farthest, covariance, mmd
 from icl26.networks.saga.data import block_edges, views_of
@@ -28,8 +25,6 @@ from icl26.networks.saga.studies import ABLATIONS, CROSSED, STATIC, Clocked, Tur
 from icl26.repro import load_results, recompute
 from icl26.repro.results import measurement
 
-ICL26 = Path(sys.executable).with_name("icl26")
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = dict(hidden=16, dim=8, epochs=4)
 
 
@@ -66,9 +61,7 @@ def randn(*shape, seed=0, dtype=torch.float64):
     ],
 )
 def test_signatures(call, want):
-    s = inspect.signature(call)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in s.parameters.values()]
-    assert str(inspect.Signature(bare)) == want
+    assert plain_signature(call) == want
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------------
@@ -529,51 +522,29 @@ def test_a_run_does_not_depend_on_anything_but_its_arguments():
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
-def notebook(out, **parameters):
-    "Run the reproduction's cells in this process with these parameters; the record that it writes."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    space = {"display": lambda x: None}
-    for cell in json.loads((ROOT / "nbs/networks/saga/07_reproduce.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and "res.outcome()" not in source:                   # a table that only a notebook can fill later
-            exec(source, space)
-            if "parameters" in cell["metadata"].get("tags", []):
-                space |= parameters | {"out_dir": str(out)}
-    return load_results(out / "results.json")
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    "In this process; the command itself runs below with profile gpu."
     pytest.importorskip("torch_geometric")
-    folder = tmp_path_factory.mktemp("saga")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ICL26_CACHE", str(folder / "cache"))
-        notebook(folder, profile="smoke")
-    return folder / "results.json"
+    return papers.smoke("saga", tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    "Profile gpu on the CPU at the sizes for tests, on made-up pairs in the official format, one of them not larger than a batch, by the command: papermill runs every experiment."
-    pytest.importorskip("torch_geometric")
-    folder = tmp_path_factory.mktemp("saga")
+def official_run(folder):
+    "Profile gpu on made-up pairs in the official format, one of them not larger than a batch."
     for name, domain in (("ACM1", "source"), ("ACM2", "target")):
         sg.save_domain(sg.make_csbm(20, domain=domain, seed=0, n_classes=3, n_features=6), folder / "data" / name)
     for name, domain in (("CN", "source"), ("US", "target")):
         sg.save_domain(sg.make_csbm(8, domain=domain, seed=0, n_classes=2, n_features=5), folder / "data" / name, ("pap", "pp"), one_hot=False)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(ICL26_TINY="1", ICL26_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1").items():
-            patch.setenv(name, value)
-        done = cli.main(["reproduce", "saga", "--jobs", "1", "--out", str(folder / "gpu"), "--profile", "gpu", "--device", "cpu", "--model", str(folder / "data")])
-    assert done == 0
-    (path,) = (folder / "gpu").glob("networks/saga/*/results.json")
-    return path
+    return run_command("saga", folder / "gpu", "--profile", "gpu", "--device", "cpu", "--model", folder / "data", ICL26_TINY="1")
 
 
-COMMITTED = ROOT / "results/networks/saga/results.json"
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    "On the CPU at the sizes for tests, by the command: papermill runs every experiment."
+    pytest.importorskip("torch_geometric")
+    return once("saga-gpu", tmp_path_factory, official_run)
+
+
+COMMITTED = committed("saga")
 
 
 def expected(part):
@@ -588,13 +559,12 @@ def expected(part):
     if part["label"].startswith("same graph"):                                               # the largest of all, no interval
         return (max(abs(v) for v in values),) * 3
     x = np.array(values, float)
-    half = student.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)) if np.ptp(x) >= 1e-12 else 0.0
-    return x.mean(), x.mean() - half, x.mean() + half
+    return t_by_hand(x) if np.ptp(x) >= 1e-12 else (x.mean(),) * 3
 
 
 @pytest.mark.parametrize("which", ["smoke", "tiny", "committed"])
 def test_every_number_and_verdict_follows_from_what_was_recorded(which, request):
-    if which == "committed" and not COMMITTED.is_file():
+    if which == "committed" and COMMITTED is None:
         pytest.skip("no committed run")
     record = load_results(COMMITTED if which == "committed" else request.getfixturevalue(which))
     assert [c["id"] for c in record["claims"] if c["verdict"] != "not run"] and {c["id"] for c in record["claims"]} == {c.id for c in sg.claims()}
@@ -641,16 +611,16 @@ def test_gpu_profile_runs_every_path_at_a_tiny_size(tiny):
 
 
 def test_gpu_profile_without_a_gpu_or_without_data_says_so_in_seconds(tmp_path):
-    record = notebook(tmp_path, profile="gpu", device="cpu", model=str(tmp_path))
+    record = run_here("saga", tmp_path, profile="gpu", device="cpu", model=str(tmp_path))
     assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("official data" in c["reason"] for c in record["claims"])
     if not torch.cuda.is_available():
-        record = notebook(tmp_path, profile="gpu")
+        record = run_here("saga", tmp_path, profile="gpu")
         assert {c["verdict"] for c in record["claims"]} == {"not run"} and all("CUDA" in c["reason"] for c in record["claims"])
     assert record["wall_s"] < 20
 
 
 def test_the_committed_run_has_the_sizes_of_the_cpu_profile():
-    if not COMMITTED.is_file():
+    if COMMITTED is None:
         pytest.skip("no committed run")
     c = {c["id"]: {p["label"]: p for p in c["values"]} for c in load_results(COMMITTED)["claims"]}
     assert all(p["n"] == 5 for label, p in c["C1"].items()) and len([x for x in c["C2"] if not x.startswith("beside")]) == 2 * len(ABLATIONS)
@@ -660,10 +630,7 @@ def test_the_committed_run_has_the_sizes_of_the_cpu_profile():
 # -- numbers that go against the paper -------------------------------------------------------------------------------
 
 
-def p(label, measured, half=0.01):
-    return dict(label=label, measured=measured, ci_low=measured - half, ci_high=measured + half, n=5)
-
-
+p = partial(made_up, n=5)
 AGAINST = {
     "C1": [[p("a: − source-only MLP", 0.0), p("a: − source-only GCN", 0.2), p("a: − best static", 0.2)], [p("a: − source-only MLP", 0.1, 0.2), p("a: − best static", 0.2)]],
     "C2": [[p("a: − view 0", 0.0), p("a: − DANN", 0.2)], [p("a: − view 0", -0.2), p("a: − DANN", -0.2)]],
@@ -815,15 +782,13 @@ def test_loaders_read_the_official_format(tmp_path):
 
 
 def run(*argv):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return use.main([str(a) for a in argv]), out.getvalue(), err.getvalue()
+    return said(use.main, *argv)
 
 
 def test_the_command(tmp_path):
     assert run("example", tmp_path / "e")[0] == 0
     args = ["adapt", tmp_path / "e/source", tmp_path / "e/target", "--epochs", "2", "--device", "cpu"]
-    done = subprocess.run([ICL26, "use", "saga", *map(str, args), "--out", "o.csv", "--plot", "p.png"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = use_command("saga", *args, "--out", "o.csv", "--plot", "p.png", cwd=tmp_path)
     assert done.returncode == 0 and "300 nodes of the target" in done.stdout, done.stderr
     lines = (tmp_path / "o.csv").read_text().splitlines()
     assert lines[0] == "node,class,probability" and len(lines) == 301 and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
@@ -840,7 +805,7 @@ def test_the_command(tmp_path):
     assert inputs == {f: f.read_bytes() for f in (tmp_path / "e").rglob("*.pt")}
     if not torch.cuda.is_available():
         code, out, err = run(*args[:-1], "cuda")
-        assert code == 2 and err.startswith("icl26: error: device: 'cuda' needs a GPU") and err.count("\n") == 1 and not out
+        assert code == 2 and err.startswith("icl26: error: device: 'cuda' cannot be used here") and err.count("\n") == 1 and not out
     (tmp_path / "e/target/pap.pt").write_bytes(bytes(range(200)))
     for argv, text in (
         (args, "pap.pt"), (["adapt", tmp_path / "no", tmp_path], "no such folder"), ([*args, "--out", tmp_path], "is a folder"), ([*args, "--plot", "x.doc"], "--plot"),
@@ -859,7 +824,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path, m
     def refuse(*args, **kw):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(use.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     for option in ("--out", "--plot"):
         code, _, err = run("adapt", tmp_path / "e/source", tmp_path / "e/target", option, tmp_path / "x.png")
-        assert code == 2 and f"{option}: the folder of" in err and "Permission denied" in err and err.count("\n") == 1
+        assert code == 2 and f"{option}: {tmp_path}" in err and "nothing can be written there (Permission denied)" in err and err.count("\n") == 1
