@@ -104,7 +104,7 @@ def run_command(slug, out, *args, change=None, **env):
 
 
 def once(name, tmp_path_factory, make):
-    """The path that `make(folder)` returns, made once in a test session, whichever of pytest-xdist's workers asks first.
+    """The path that `make(folder)` returns, made once in a run of pytest, whichever of pytest-xdist's workers asks first.
 
     Where it fails, every test that asks fails with the same message. What a killed worker left is made again.
     """
@@ -129,7 +129,7 @@ def once(name, tmp_path_factory, make):
 
 
 def smoke(slug, tmp_path_factory):
-    "The results of the paper's smoke run by the command, seed 0, made once in a test session."
+    "The results of the paper's smoke run by the command, seed 0, made once in a run of pytest."
     return once(f"smoke-{slug}", tmp_path_factory, lambda folder: run_command(slug, folder / "run", "--profile", "smoke", "--seeds", 0))
 
 

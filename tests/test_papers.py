@@ -1,4 +1,4 @@
-"The helpers of the papers' tests: a run that is made once, the server that stands in for a model, the comparison of intervals."
+"What the tests of the papers share: a run that is made once, the server that stands in for a model, the comparison of intervals."
 import json
 import threading
 import urllib.error
