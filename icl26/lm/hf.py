@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..devices import torch_device
 from icl26.lm.types import (
     Prompt,
     TokenScores,
@@ -338,15 +339,14 @@ def load_model(
     dtype: str | torch.dtype = "auto",  # "auto": as stored
     device: str | torch.device = "auto",  # "auto": a GPU if there is one
 ) -> tuple[nn.Module, Any]:  # model in evaluation mode, and its tokenizer
-    "Model and tokenizer from the Hub or a folder."
+    "Model and tokenizer from the Hub or a folder. ValueError for a device that is not there, before anything is read."
+    where = torch_device(device)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with no_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else torch_dtype(dtype))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval(), tokenizer
+    return model.to(where).eval(), tokenizer
 
 # %% ../../nbs/lm/01_hf.ipynb #632c3ec5
 def cast_weights(
@@ -461,7 +461,7 @@ class HFLM:
             if tokenizer is None:
                 raise TypeError("tokenizer must be given with a live model")
             model = model if dtype == "auto" else cast_weights(model, torch_dtype(dtype))
-            model = model if device == "auto" else model.to(device)
+            model = model if device == "auto" else model.to(torch_device(device))
         self.model, self.tokenizer, self.batch_size = with_adapter(model, adapter), tokenizer, batch_size
         self.sort_by_length, self._hash = sort_by_length, None
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['REGULARIZERS', 'ALGORITHMS', 'BINS', 'whole', 'numbers', 'Demos', 'play', 'minatar', 'cartpole', 'cartpole_expert',
            'demonstrate', 'widths', 'Discriminator', 'discriminator_loss', 'gradient_penalty', 'bernoulli_entropy',
-           'DiscriminatorLearner', 'logit_size', 'check_name', 'Hyper', 'usable', 'as_reward', 'settings', 'AIL',
-           'assigned', 'act_with']
+           'DiscriminatorLearner', 'logit_size', 'check_name', 'Hyper', 'as_reward', 'settings', 'AIL', 'assigned',
+           'act_with']
 
 # %% ../../../nbs/decision/dail/01_ail.ipynb #c74a5621
 import contextlib
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .rewards import REWARDS, RewardFn
+from ...devices import torch_device
 from ..onpolicy import A2C, PPO, Config, Envs, mlp, rollout, sample_actions
 
 # %% ../../../nbs/decision/dail/01_ail.ipynb #034944df
@@ -339,8 +340,8 @@ class Hyper:
             (("gamma", "lam"), lambda x: number(x) and 0 <= x <= 1, "a number from 0 to 1"),
             (("entropy", "value"), lambda x: number(x) and x >= 0, "a number of at least 0"),
             (("disc_weight",), lambda x: x is None or (number(x) and x >= 0), "None or a number of at least 0"),
-            (("device",), usable, "a torch device that is there, such as 'cpu' or 'cuda'"),
         )
+        torch_device(self.device)
         for names, good, want in rules:
             for name in names:
                 if not good(x := getattr(self, name)):
@@ -349,14 +350,6 @@ class Hyper:
             object.__setattr__(self, name, int(getattr(self, name)))
         for name in ("hidden", "disc_hidden"):
             object.__setattr__(self, name, widths(name, getattr(self, name)))
-
-
-def usable(device: object) -> bool:
-    "Whether tensors can be put there."
-    try:
-        return isinstance(device, (str, torch.device)) and torch.empty(0, device=device) is not None
-    except (RuntimeError, AssertionError, NotImplementedError):                               # torch has no one exception for it
-        return False
 
 
 ALGORITHMS = {"ppo": (PPO, {}), "a2c": (A2C, dict(n_steps=32, disc_updates=1))}

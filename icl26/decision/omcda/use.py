@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...cli import CommandParser, check_outputs, command
+from ...devices import torch_device
 from ...files import DAMAGED
 from .baselines import ALGORITHMS, make_algorithm
 from .data import RoleGame, TeamDataset, TeamPolicy, log_role_game
@@ -228,8 +229,7 @@ def run_train(a: argparse.Namespace) -> None:
     "Read, train, write, print."
     if a.out:
         check_policy_folder(a.out, a.log)
-    if a.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda is not available here; use cpu")
+    torch_device(a.device)
     if a.d_total is not None and not a.algorithm.startswith("omcda"):
         raise ValueError(f"--d-total: is for the omcda family, {a.algorithm} has no budget")
     dataset, more = TeamDataset.load(a.log), {} if a.d_total is None else dict(d_total=a.d_total)

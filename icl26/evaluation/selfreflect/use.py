@@ -218,12 +218,8 @@ def load_judge(
     device: str = "auto",
 ) -> SharedPrefix:
     "The judge. ValueError if it can't be loaded, with the reason's first line, or for CUDA where there is none."
-    import torch
-
     from icl26.lm import HFLM
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device here; leave it at auto, or ask for cpu")
     try:
         if name == "bundled":
             return SharedPrefix(HFLM.bundled(device="cpu" if device == "auto" else device))

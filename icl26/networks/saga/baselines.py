@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...devices import torch_device
 from .data import MultiViewGraph, normalized_adjacency, whole
-from .model import SAGA, Base, Network, check_graphs, check_settings, cycled_batches, device_of, gpus_of, perceptron
+from .model import SAGA, Base, Network, check_graphs, check_settings, cycled_batches, gpus_of, perceptron
 
 # %% ../../../nbs/networks/saga/03_baselines.ipynb #c88b9879
 class SourceOnly(SAGA):
@@ -59,7 +60,7 @@ class GCN(Base):
         check_graphs(source, target)
         self.classes_, y = np.unique(source.y, return_inverse=True)
         self.shape_, self.names_, self.history_ = (source.n_views, source.n_features), source.names, []
-        self.device_ = device_of(self.device)
+        self.device_ = str(torch_device(self.device))
         with torch.random.fork_rng(devices=gpus_of(self.device_)):
             torch.manual_seed(self.seed)
             self.net_ = gcn_layers((source.n_features, self.hidden, len(self.classes_))).to(self.device_)

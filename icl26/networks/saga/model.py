@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['perceptron', 'Projection', 'Network', 'intra_alignment_loss', 'cross_alignment_loss', 'mean_entropy',
-           'cycled_batches', 'check_settings', 'device_of', 'gpus_of', 'check_selection', 'check_graphs', 'Base',
-           'Choice', 'Epoch', 'SAGA']
+           'cycled_batches', 'check_settings', 'gpus_of', 'check_selection', 'check_graphs', 'Base', 'Choice', 'Epoch',
+           'SAGA']
 
 # %% ../../../nbs/networks/saga/02_model.ipynb #f7e27603
 import math
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from sklearn.base import BaseEstimator
 from torch import Tensor, nn
 
+from ...devices import torch_device
 from .data import MultiViewGraph, views_of
 from .sad import dominant_pair, moment_table, sad_weights, second_moment
 
@@ -132,20 +133,6 @@ def check_settings(m) -> None:
         raise ValueError(f"cross_view: True or False is needed, got {m.cross_view!r}")
     if m.anchor not in ("domain", "cross"):
         raise ValueError(f"anchor: 'domain' or 'cross' is needed, got {m.anchor!r}")
-
-
-def device_of(device: str) -> str:
-    "The device to compute on, `auto` resolved. ValueError: another name, or a GPU that is not there."
-    if str(device).split(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: 'cpu', 'cuda' or 'auto' is needed, got {device!r}")
-    if str(device).startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device: {str(device)!r} needs a GPU that PyTorch can use, and there is none; use 'cpu', or 'auto' to take one if there is")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    number = str(device).split(":")[1:]
-    if number and not (number[0].isdecimal() and (str(device).startswith("cpu") or int(number[0]) < torch.cuda.device_count())):
-        raise ValueError(f"device: {str(device)!r} is not there; GPUs are numbered from 0 to {torch.cuda.device_count() - 1}")
-    return str(device)
 
 
 def gpus_of(device: str) -> list[int]:
@@ -359,7 +346,7 @@ class SAGA(Epoch, Choice, Base):
         check_settings(self)
         check_graphs(source, target)
         self.selection_ = check_selection(self.selection, source.n_views, self.hops, self.cross_view)
-        self.device_ = device_of(self.device)
+        self.device_ = str(torch_device(self.device))
         self.classes_, y = np.unique(source.y, return_inverse=True)
         self.shape_, self.names_, self.history_ = (source.n_views, source.n_features), source.names, []
         x_s, x_t = (torch.as_tensor(views_of(g, self.hops, self.teleport)).to(self.device_) for g in (source, target))

@@ -19,8 +19,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from ...cli import CommandParser, check_outputs, command
+from ...devices import torch_device
 from .data import MultiViewGraph, as_numbers, class_of_rows, load_domain, make_csbm, save_domain
-from .model import SAGA, check_graphs, device_of
+from .model import SAGA, check_graphs
 from .studies import switches
 from ...repro.results import write_text
 
@@ -282,7 +283,7 @@ def run_adapt(a: argparse.Namespace) -> None:
         raise ValueError(f"--views: different names with one comma between two of them are needed, such as pap,psp, none of them feat or label; got {a.views!r}")
     read = [Path(folder) / f"{name}.pt" for folder in (a.source, a.target) for name in ("feat", "label", *views)]
     check_outputs({"--plot": a.plot, "--out": a.out}, read, {"--plot": (".png", ".pdf", ".svg")})
-    device_of(a.device)                                                       # a GPU that is not there, before files are read
+    torch_device(a.device)                                                       # a GPU that is not there, before files are read
     source, target = load_domain(a.source, views), load_domain(a.target, views, labels=False)
     model, report = adapt(source, target, views, anchor=a.anchor, hops=a.hops, epochs=a.epochs, batch_size=a.batch_size, seed=a.seed, device=a.device)
     if a.out:
