@@ -672,7 +672,7 @@ def test_queries_with_points_that_are_no_numbers_or_in_another_encoding_are_name
         with pytest.raises(ValueError, match="q.jsonl, line 1: points must be finite"):
             lb.read_queries(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="q.jsonl: not a text file in UTF-8"):
+    with pytest.raises(ValueError, match="q.jsonl: not text in UTF-8"):
         lb.read_queries(path)
 
 

@@ -416,3 +416,23 @@ def test_import_is_light():
     code = "import sys, icl26.lm; print([m for m in ('transformers', 'openai', 'peft') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("damage", ["weights", "config"])
+def test_damaged_files_of_a_model_are_named(tmp_path, damage):
+    tiny_lm(d_model=16, n_layers=1, n_heads=2).save_pretrained(tmp_path / "model")
+    if damage == "weights":
+        file = tmp_path / "model" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        (tmp_path / "model" / "config.json").write_text("[1, 2]")
+    with pytest.raises((ValueError, OSError), match="model"):
+        HFLM(str(tmp_path / "model"))
+
+
+def test_a_device_that_is_not_there_is_named():
+    lm = tiny_lm(d_model=16, n_layers=1, n_heads=2)
+    with pytest.raises(ValueError, match="device: 'cuda:99' cannot be used here"):
+        HFLM(lm.model, tokenizer=lm.tokenizer, device="cuda:99")
+    with pytest.raises(ValueError, match="device: 'nowhere' cannot be used here"):
+        HFLM("no/such/model", device="nowhere")

@@ -339,13 +339,17 @@ def load_model(
     dtype: str | torch.dtype = "auto",  # "auto": as stored
     device: str | torch.device = "auto",  # "auto": a GPU if there is one
 ) -> tuple[nn.Module, Any]:  # model in evaluation mode, and its tokenizer
-    "Model and tokenizer from the Hub or a folder. ValueError for a device that is not there, before anything is read."
+    "Model and tokenizer from the Hub or a folder. ValueError for a device that is not there, before anything is read, and for damaged files; OSError."
     where = torch_device(device)
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with no_progress_bars():
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else torch_dtype(dtype))
+    try:
+        with no_progress_bars():
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else torch_dtype(dtype))
+    except (SafetensorError, TypeError, KeyError, AttributeError, EOFError) as e:              # a file that was cut off or is of another kind
+        raise ValueError(f"{path}: its files are damaged, or no causal language model ({type(e).__name__}: {str(e).partition(chr(10))[0][:120]})") from e
     return model.to(where).eval(), tokenizer
 
 # %% ../../nbs/lm/01_hf.ipynb #632c3ec5

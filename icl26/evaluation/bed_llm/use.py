@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import files
 from ...cli import CommandParser, check_outputs, command
 from ..asking import not_to_be_had
 from .agent import BEDAgent, FailedParse, LMAnswerer, Session, WeightedAgent, resume_game, save_game, span, typed_answer
@@ -115,10 +116,7 @@ def read_json(
     kind: str,  # what the file should be
 ) -> dict:
     "A file of ours. ValueError if it is not JSON, or another kind."
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{path}: not valid JSON ({e})") from None
+    data = files.read_json(path)
     if not isinstance(data, dict) or data.get("file") != kind:
         raise ValueError(f"{path}: not a file of kind {kind!r}")
     return data

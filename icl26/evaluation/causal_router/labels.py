@@ -9,7 +9,6 @@ __all__ = ['STRONG', 'WEAK', 'JUDGE', 'COMPONENT', 'NOT_A_REPLY', 'RUBRIC', 'COM
            'label_table']
 
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #6805a9e0
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import pandas as pd
 
 from ..asking import Unmeasurable, identity, in_blocks
 from .data import RoutingData
+from ...files import parse_json, text_lines
 from ...repro.cache import cached
 
 # %% ../../../nbs/evaluation/causal_router/05_labels.ipynb #89918b95
@@ -125,23 +125,17 @@ def read_queries(
 ) -> list[dict]:  # {"prompt": text or chat, "rubrics": [{"criterion", "points"}]}
     "Queries with rubrics. ValueError names the file, the line and what is wrong."
     out = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not a text file in UTF-8 ({e})") from None
-    for i, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for where, line in text_lines(path):
+        x = parse_json(line, where)
         try:
-            x = json.loads(line)
             rubrics = [{"criterion": str(k["criterion"]), "points": float(k["points"])} for k in x["rubrics"]]
             prompt = x["prompt"] if isinstance(x["prompt"], str) else [{"role": str(m["role"]), "content": str(m["content"])} for m in x["prompt"]]
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{path}, line {i}: want an object with prompt and rubrics of criterion and points ({type(e).__name__}: {e})") from None
+            raise ValueError(f"{where}: want an object with prompt and rubrics of criterion and points ({type(e).__name__}: {e})") from None
         if not all(np.isfinite(k["points"]) for k in rubrics):
-            raise ValueError(f"{path}, line {i}: points must be finite numbers")
+            raise ValueError(f"{where}: points must be finite numbers")
         if not as_text(prompt).strip() or not sum(k["points"] for k in rubrics if k["points"] > 0) > 0:
-            raise ValueError(f"{path}, line {i}: want a prompt and at least one criterion with positive points")
+            raise ValueError(f"{where}: want a prompt and at least one criterion with positive points")
         out.append({"prompt": prompt, "rubrics": rubrics})
     if not out:
         raise ValueError(f"{path}: holds no queries")

@@ -27,6 +27,7 @@ from .calibrate import BCI, MACI
 from .conditional import CCI
 from .ensemble import mean_squared_error
 from .filter import covered, flat_retain
+from ...files import parse_json, text_lines
 from ...repro import Claim, Results, holds
 from ...repro.cache import cached
 from ...stats import Interval, mean_interval, paired_difference
@@ -416,17 +417,14 @@ def read_claims(
 ) -> list[dict]:  # one record a document: context, group, hard, claims, labels
     "Labelled claims by document, in the order of the file. ValueError names the line that is wrong."
     documents: dict = {}
-    for i, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for where, line in text_lines(path):
+        x = parse_json(line, where)
         try:
-            x = json.loads(line)
             key, claim, label = x["document"], x["claim"], x["label"]
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(
-                f"{path}, line {i}: want an object with document, claim and label ({type(e).__name__}: {e})") from None
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"{where}: want an object with document, claim and label ({type(e).__name__}: {e})") from None
         if not isinstance(label, bool):
-            raise ValueError(f"{path}, line {i}: label must be true or false, got {label!r}")
+            raise ValueError(f"{where}: label must be true or false, got {label!r}")
         d = documents.setdefault(json.dumps(key), dict(context=x.get("context", ""), group=x.get("group", "all"),
                                                        hard=x.get("hard") is True, claims=[], labels=[]))
         d["claims"].append(str(claim))

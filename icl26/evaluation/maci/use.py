@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ...cli import CommandParser, check_outputs, command
+from ...files import parse_json, text_lines
 from .calibrate import MACI, coverage_range, smallest_group
 from .filter import covered, factual_coverage
 from ...repro.results import write_text
@@ -44,15 +45,10 @@ def read_claim_file(
 ) -> ClaimFile:
     "The claims of a file. ValueError that names the file, the line and the field."
     lines, where, rows = [], [], {}
-    try:
-        content = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not text in UTF-8 ({e})") from None
-    for i, text in enumerate(content.split("\n"), 1):
-        if text.strip():
-            lines.append(_line(text, f"{path}, line {i}", labels))
-            where.append(f"{path}, line {i}")
-            rows.setdefault(json.dumps(lines[-1]["document"]), []).append(len(lines) - 1)
+    for place, text in text_lines(path):
+        lines.append(_line(text, place, labels))
+        where.append(place)
+        rows.setdefault(json.dumps(lines[-1]["document"]), []).append(len(lines) - 1)
     if not lines:
         raise ValueError(f"{path}: holds no claims")
     sizes = {len(x["scores"]) for x in lines}
@@ -73,10 +69,7 @@ def read_claim_file(
 # %% ../../../nbs/evaluation/maci/06_use.ipynb #2cda96b3
 def _line(text: str, where: str, labels: bool) -> dict:
     "One claim, checked; its scores as a list under `scores`."
-    try:
-        x = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({e})") from None
+    x = parse_json(text, where)
     if not isinstance(x, dict) or "document" not in x:
         raise ValueError(f"{where}: want an object with document and scores")
     if "score" in x and "scores" in x:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cli import CommandParser, command
+from ...files import parse_json, text_lines
 from .metric import Comparison, JudgeError, SelfReflect, dataset_interval
 from .prefix import SharedPrefix
 from .summaries import list_answers
@@ -24,10 +25,7 @@ def parse_record(
     where: str,  # file and line, for the message
 ) -> dict:  # question, summaries, conditioning_answers, test_answers, fresh_answers ([]: no floor)
     "One question. ValueError that names the line and the field."
-    try:
-        r = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not valid JSON ({e})") from e
+    r = parse_json(line, where)
     if not isinstance(r, dict):
         raise ValueError(f"{where}: want an object, got a {type(r).__name__}")
     try:
@@ -73,11 +71,7 @@ def read_records(
     path: str | Path,  # JSON lines
 ) -> list[dict]:
     "All questions of a file; empty lines are skipped. ValueError, OSError."
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028 inside a text
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not text in UTF-8 ({e})") from None
-    records = [parse_record(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    records = [parse_record(line, where) for where, line in text_lines(path)]
     if not records:
         raise ValueError(f"{path}: no questions")
     return records
