@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...files import read_npz
 from .rules import seed_key
 
 # %% ../../../nbs/networks/plasticity/01_circuit.ipynb #13208742
@@ -172,19 +173,9 @@ def part_of(types, pre, post, weight, n_neurons, seed):
 # %% ../../../nbs/networks/plasticity/01_circuit.ipynb #06b77fc9
 def read_npz_circuit(path) -> dict:
     "The four arrays of an npz file. OSError, or ValueError that names file and array."
-    import zipfile
-    import zlib
-
-    try:
-        with open(path, "rb") as file, zipfile.ZipFile(file):
-            pass
-        with np.load(path, allow_pickle=False) as f:
-            arrays = {k: f[k] for k in f.files}
-    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as e:
-        raise ValueError(f"{path}: not an npz file, or a damaged one ({e})") from None
-    if missing := [k for k in ("types", "pre", "post", "weight") if k not in arrays]:
-        raise ValueError(f"{path}: {missing[0]}: is missing; an npz circuit holds types, pre, post and weight")
-    return {k: arrays[k] for k in ("types", "pre", "post", "weight")}
+    names = ("types", "pre", "post", "weight")
+    arrays = read_npz(path, names)
+    return {k: arrays[k] for k in names}
 
 
 def type_of_population(

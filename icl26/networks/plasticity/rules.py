@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...files import read_json
+
 # %% ../../../nbs/networks/plasticity/00_rules.ipynb #4f9cdea9
 TERMS = (
     "Spre", "Xpre", "Spre*Xpre", "Xpre^2",
@@ -419,11 +421,4 @@ def load_rule(
     path,  # file that `save_rule` wrote
 ) -> Rule:
     "The rule in a file. OSError if there is none, ValueError that names file and field if it is damaged."
-    import json
-    from pathlib import Path
-
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: not a JSON text ({e}); was the file cut off?") from None
-    return rule_from_dict(record, str(path))
+    return rule_from_dict(read_json(path), str(path))

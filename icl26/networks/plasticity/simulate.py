@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVES', 'Neuron', 'spike', 'lif_step', 'Batch', 'spaces', 'lay_out', 'side_sum', 'added', 'wanted_change', 'Run',
-           'update_weights', 'simulate_batch', 'Stepper', 'check_device', 'simulate', 'Reference', 'Evaluation',
-           'roc_area', 'evaluate_rules']
+           'update_weights', 'simulate_batch', 'Stepper', 'simulate', 'Reference', 'Evaluation', 'roc_area',
+           'evaluate_rules']
 
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #2616ecf9
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from scipy.stats import norm
 from torch import Tensor
 
+from ...devices import torch_device
 from .circuit import L5E, N_TYPES, V1Circuit
 from .rules import POST, PRE, REWARD, SYN, RewardBaseline, RuleSpace, seed_key
 from .task import ChangeDetection
@@ -276,14 +277,6 @@ class Stepper:
             self.r = b.decay_r * self.r
 
 # %% ../../../nbs/networks/plasticity/03_simulate.ipynb #c097b8cc
-def check_device(device) -> None:
-    "ValueError for a device that torch cannot use here."
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as e:
-        raise ValueError(f"device: {device!r} cannot be used here ({str(e).splitlines()[0][:80]}); 'cpu' always can") from None
-
-
 def simulate(
     thetas,  # (P, n_params) of 17 types or of one
     circuit: V1Circuit,
@@ -310,7 +303,7 @@ def simulate(
         raise ValueError(f"batch: None, or a whole number of at least 1, is needed, got {batch!r}")
     if min(neuron.tau_m, neuron.tau_adapt) < task.dt:
         raise ValueError(f"neuron: tau_m and tau_adapt of at least a step of {task.dt:g} ms are needed, got {neuron.tau_m:g} and {neuron.tau_adapt:g}")
-    check_device(device)
+    torch_device(device)
     if not len(thetas):
         raise ValueError("thetas: at least one rule is needed, got none")
     size = batch or int(np.clip((2**17 if str(device) == "cpu" else 2**27) // max(len(circuit.pre), 1), 4, 4096))
