@@ -95,6 +95,8 @@ def signature(
 
     try:
         sig = inspect.signature(sym, eval_str=True)
+    except NameError:                                       # an annotation names what only a type checker imports: shown as it is written
+        sig = inspect.signature(sym)
     except (ValueError, TypeError):
         return ""
     try:
