@@ -16,6 +16,7 @@ from scipy.optimize import linprog, minimize
 import icl26.decision.mornavi as mn
 from icl26.decision.mornavi import use
 from icl26.decision.mornavi.equilibrium import NoNashFound, best_pure, correlated, gains, stage_policies
+from icl26.decision.mornavi.game import always
 from icl26.decision.mornavi.mornavi import bernstein_bonus, fail_state_cap
 from icl26.decision.mornavi.studies import coverage, learn, regret_ratio, regret_slope
 from icl26.decision.mornavi.worst_case import divergence_of, kl_worst, tv_dual
@@ -687,6 +688,35 @@ def test_the_command_reads_every_form_of_a_game(tmp_path):
     want = mn.solve_game(mn.MarkovGame(np.repeat(P, 3, 0), np.repeat(r, 3, 1), 1), (0.1, 0.2, 0.3), "kl")
     np.testing.assert_allclose(found["values"], want[1], atol=1e-9)
     assert max(found["gaps"]) <= 3e-6 and found["radii"] == [0.1, 0.2, 0.3]
+
+
+def test_a_worst_kernel_wants_one_row_and_its_values():
+    for divergence in ("tv", "kl"):
+        for row, v, text in (([0.5, 0.5], [1, 2, 3], "v must have one value"), ([0.5, 0.5], [1, np.nan], "finite"), ([0.5, 0.5], [[1, 2]], "v must"), ([[0.5, 0.5]], [1, 2], "p must be one row")):
+            with pytest.raises(ValueError, match=text):
+                mn.worst_kernel(row, v, 0.1, divergence)
+
+
+def test_deployments_name_what_is_wrong():
+    g = mn.two_step_game()
+    policy = mn.solve_game(g, 0.1, "tv")[0]
+    for call, text in ((lambda: mn.deployment_curve(g, policy, 0.1, "tv"), "radii"), (lambda: mn.random_deployments(g, [policy], 0.1, "tv", n=0), "n must"),
+                       (lambda: mn.random_deployments(g, [policy], 0.1, "tv", n=2.0), "n must"), (lambda: mn.worst_game(g, policy, 0.1, "tv", agent=-1), "agent"),
+                       (lambda: mn.support_shift(g, policy, 0.1, "tv", agent=2), "agent")):
+        with pytest.raises(ValueError, match=text):
+            call()
+    for action in ((1,), (0, -1), (0, 0, 0), (0, 2)):
+        with pytest.raises(IndexError):
+            always(g, action)
+
+
+def test_the_command_names_keys_that_it_does_not_use(tmp_path):
+    (tmp_path / "g.json").write_text(json.dumps({k: v for k, v in use.example().items() if k != "start"} | dict(s0=2)))
+    code, out, err = run("solve", tmp_path / "g.json", "--radius", "0.1")
+    assert code == 0 and "not used: s0; the keys are P, r, horizon, start" in err and err.count("\n") == 1
+    (tmp_path / "g.json").write_text(json.dumps(use.example() | dict(states=["s0", "s0", "a", "b"])))
+    code, out, err = run("solve", tmp_path / "g.json", "--radius", "0.1")
+    assert code == 2 and "start: 's0' names more than one" in err
 
 
 def test_mistakes_are_one_line_and_exit_code_two(tmp_path):

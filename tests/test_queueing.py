@@ -207,6 +207,46 @@ def test_a_bound_that_rounding_hides_is_not_claimed():
     assert not found.converged and found.iterations < 20_000 and found.error < 1e3
 
 
+def test_values_are_right_where_rounding_ends_the_search():
+    g = BY_NAME["clinic"].graph
+    truth = g.solve(tol=1e-10).V
+    for tol in (1e-15, 1e-300):
+        found = g.solve(tol=tol)
+        assert not found.converged and np.abs(found.V - truth).max() <= 1e-9 and all((a is None) or (a == b).all() for a, b in zip(found.policies, g.solve().policies))
+    p, gamma = q.uniformize([1.0, 1.2], 1e-9)                                                # discounted over a thousand million units of time
+    slow = q.OperatorGraph((12,), [(op("TCA", 0, reject_cost=5), p[0]), (op("TD", 0), p[1])], (1 / 2.2,), gamma)
+    found = slow.solve()
+    assert not found.converged and found.V[0] == pytest.approx(q.policy_cost(slow, found.policies)[0], rel=1e-5) and found.V[0] > 1e9
+    assert found.error > 1                                                                   # the discount itself is rounded
+    def with_costs(f):
+        return q.OperatorGraph((12,), [(op("TCA", 0, reject_cost=5.0 * f), p[0]), (op("TD", 0), p[1])], (1.0 * f,), 0.95).solve()
+
+    assert not with_costs(1e9).converged and with_costs(1e9).V == pytest.approx(1e9 * with_costs(1).V, rel=1e-7)
+
+
+@pytest.mark.parametrize("P, n, said", [
+    (np.ones((4, 4)), 2, "P: the shape"), (np.ones((4, 1, 4)) / 4, 3, "P: the shape"), (np.ones((4, 1, 4)) / 4, 0, "n_events"), (np.ones((4, 1, 4)) / 4, 2.0, "n_events"),
+    (np.full((4, 1, 4), np.nan), 2, "finite"), (np.ones((4, 1, 4)), 2, "sum to 1"), (np.tile([0.5, 0.5, 0.5, -0.5], (4, 1, 1)), 2, "at least 0"),
+])
+def test_the_event_law_wants_transitions(P, n, said):
+    with pytest.raises(ValueError, match=said):
+        q.event_law(P, n)
+    assert (q.event_law(np.ones((4, 1, 4)) / 4, 2) == 0.5).all()
+
+
+def test_numbers_beyond_the_range_are_refused():
+    with pytest.raises(ValueError, match="cost: .* larger unit"):
+        q.OperatorGraph((12,), [(op("TD", 0), 1.0)], (1e307,), 0.95)
+    with pytest.raises(ValueError, match="cost: .* larger unit"):
+        q.OperatorGraph((12,), [(op("TCA", 0, reject_cost=1e305), 1.0)], (1,), 1 - 1e-9)
+    with pytest.raises(q.FormulationError, match="cost") as e:
+        q.parse_formulation({**WARD, "holding_cost": {n["name"]: 1e307 for n in WARD["queues"]}})
+    assert e.value.stage == "m3"
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="V: finite"):
+            op("TCA", 0, **R).policy([1.0, bad])
+
+
 @pytest.mark.parametrize("name", ["clinic", "float_nurse", "emergency_to_ward", "paint_shop"])
 def test_enumerated_process_agrees(name):
     assert ex.enumeration_error(BY_NAME[name].graph) < 1e-8
@@ -542,6 +582,19 @@ def test_structured_policies_are_optimal_inside(name):
     assert excess.max() < 1e-6 and excess.min() > -1e-6
 
 
+def test_a_policy_that_does_not_fit_is_named():
+    g = q.OperatorGraph((3, 3), [(op("TCA", 0, **R), 0.5), (op("TD", 1), 0.5)], (1, 1), 0.9)
+    best, none = g.solve().policies
+    assert (q.policy_cost(g, [best.tolist(), none]) == q.policy_cost(g, [best, none])).all()
+    for policies, said in (([best], "policies: one for each of the 2"), ([best, None, None], "got 3"), ([None, None], r"policies\[0\]"), ([best, best], r"policies\[1\]"),
+                           ([best[:, :1], None], "shape"), ([best + 2, None], "0 to 1"), ([0 * best - 1, None], "0 to 1"), ([best * 1.0, None], "whole numbers")):
+        with pytest.raises(ValueError, match=said):
+            q.policy_cost(g, policies)
+    for how in (dict(first=0), dict(first=2.5), dict(share=0), dict(share=np.nan), dict(max_rounds=0)):
+        with pytest.raises(ValueError, match=next(iter(how))):
+            q.structured_search(g, **how)
+
+
 def test_policy_cost_by_a_dense_solve_and_bad_policies():
     p = BY_NAME["emergency_to_ward"]
     solved = p.graph.solve()
@@ -565,6 +618,18 @@ def test_solve_command(tmp_path, capsys):
     np.testing.assert_array_equal(written["decisions"][1]["policy"], BY_NAME["ferry"].graph.solve().policies[1])
     (tmp_path / "idle.json").write_text(json.dumps({**WARD, "events": WARD["events"][1:]}))
     assert main(["solve", str(tmp_path / "idle.json")]) == 0 and "nothing is decided" in capsys.readouterr().out
+
+
+def test_the_report_says_how_exact_it_is():
+    def scaled(f):
+        return {**WARD, "holding_cost": {n: f * h for n, h in WARD["holding_cost"].items()},
+                "events": [{**e, "params": {k: f * v for k, v in e["params"].items()}} if e["operator"] == "TCA" else e for e in WARD["events"]]}
+
+    assert use.solve_system(WARD).warnings() == []
+    assert "decisions may be wrong" in str(use.solve_system(scaled(1e-12))) and use.solve_system(scaled(1e-12), 1e-20).warnings() == []
+    dear, plain = use.solve_system(scaled(1e10)), use.solve_system(WARD)
+    assert "not to the tolerance" in str(dear) and dear.solution.V == pytest.approx(1e10 * plain.solution.V, rel=1e-8)
+    assert use.solve_system(scaled(1e10), 1.0).warnings() == []
 
 
 @pytest.mark.parametrize("argv, said", [

@@ -240,6 +240,8 @@ def always(
     action: tuple,  # joint action, one entry an agent
 ) -> np.ndarray:  # (H, S, A_1, ..., A_m)
     "The policy that plays one joint action everywhere. IndexError for an action that is none."
+    if len(action) != game.n_agents or min(action) < 0:
+        raise IndexError(f"action must have one entry of at least 0 for each of the {game.n_agents} agents, got {action!r}")
     policy = np.zeros(game.P.shape[:-1])
     policy[(..., *action)] = 1
     return policy

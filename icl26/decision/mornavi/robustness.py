@@ -21,6 +21,8 @@ def deployment_curve(
     divergence: str,  # "tv" or "kl"
 ) -> np.ndarray:  # (n,)
     "Worst-case value at `s0`, mean over agents, for each radius. ValueError for bad input."
+    if np.ndim(radii) != 1:
+        raise ValueError(f"radii must be a list of deployment radii, got {radii!r}")
     return np.array([robust_values(game, policy, float(s), divergence)[:, 0, game.s0].mean() for s in radii])
 
 
@@ -33,6 +35,8 @@ def random_deployments(
     seed: int = 0,
 ) -> np.ndarray:  # (policies, n)
     "Value at `s0`, mean over agents, in kernels at distance `radius`; all policies meet the same ones. ValueError for bad input."
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+        raise ValueError(f"n must be a whole number of at least 1, got {n!r}")
     rng = np.random.default_rng(seed)
     moved = [perturbed(game, radius, divergence, rng) for _ in range(n)]
     return np.array([[robust_values(g, p, 0.0, "tv")[:, 0, g.s0].mean() for g in moved] for p in policies])
@@ -58,6 +62,8 @@ def worst_game(
     agent: int = 0,
 ) -> MarkovGame:
     "The game whose kernel attains the worst case of one agent under `policy`. ValueError for bad input."
+    if isinstance(agent, bool) or not isinstance(agent, (int, np.integer)) or not 0 <= agent < game.n_agents:
+        raise ValueError(f"agent must be a whole number 0 to {game.n_agents - 1}, got {agent!r}")
     radius, V = check_radii(game, radii, divergence)[agent], robust_values(game, policy, radii, divergence)[agent]
     P = np.array([[[worst_kernel(row, V[h + 1], radius, divergence) for row in rows] for rows in step] for h, step in enumerate(game.flat_P)])
     return MarkovGame(P.reshape(game.P.shape), game.r, game.s0)

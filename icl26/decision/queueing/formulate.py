@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from statistics import mean
 
 import numpy as np
@@ -264,9 +265,9 @@ class Dead:
 
 def whole_number(name: str, value: object, least: int) -> int:
     "ValueError that names the argument unless it is a whole number of at least `least`."
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}: a whole number of at least {least} is needed, got {value!r}")
-    return value
+    return int(value)
 
 
 def graph_of(fragments: Sequence) -> OperatorGraph | None:

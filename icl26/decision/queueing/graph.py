@@ -74,7 +74,8 @@ def check_cost(cost: np.ndarray | Sequence[float], shape: tuple) -> np.ndarray:
     if not np.isfinite(c).all():
         raise ValueError("cost: every cost must be finite")
     if c.shape == (len(shape),) and c.shape != shape:
-        c = sum((h * n for h, n in zip(c, np.indices(shape))), np.zeros(shape))
+        with np.errstate(over="ignore"):  # an infinite cost is refused with the graph
+            c = sum((h * n for h, n in zip(c, np.indices(shape))), np.zeros(shape))
     if c.shape != shape:
         raise ValueError(f"cost: an array of the shape {shape} or {len(shape)} holding costs are needed, got the shape {c.shape}")
     return c
@@ -120,6 +121,9 @@ class OperatorGraph:
             raise ValueError(f"discount: must lie in [0, 1), got {discount!r}")
         self.capacity, self.discount = tuple(int(b) for b in capacity), float(discount)
         self.events, self.cost = check_events(events, len(capacity)), check_cost(cost, self.shape)
+        most = float(np.abs(self.cost).max()) + max((v for op, _ in self.events for name, v in op.params.items() if name != "servers"), default=0.0)
+        if most / (1 - self.discount) > 1e300:
+            raise ValueError(f"cost: costs of up to {most:g} at the discount {self.discount:g} are beyond the range of numbers; state them in a larger unit")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,10 +159,13 @@ class OperatorGraph:
             step = V - W
             low, high = step.min(), step.max()
             error = reach * (high - low) / 2
-            if error > tol and high - low <= 4e-16 * np.abs(V).max():
-                break  # rounding: further rounds cannot bring the bound down
+            rounded = error > tol and high - low <= 4e-16 * np.abs(V).max()  # further rounds cannot bring the bound down
             W, V = V - V.min(), V + reach * (low + high) / 2
-        return Solution(V, [op.policy(V) for op, _ in self.events], n, bool(error <= tol), float(error))
+            if rounded:
+                break
+        rounding = reach * float(4e-16 * W.max() + 1.2e-16 * np.abs(V).max())  # of the steps, and of the discount
+        error = max(float(error), rounding)
+        return Solution(V, [op.policy(W) for op, _ in self.events], n, bool(error <= tol), error)  # a constant changes no decision, and W has none
 
     def __repr__(self) -> str:
         return f"OperatorGraph({' × '.join(map(str, self.shape))} states, {[op for op, _ in self.events]}, discount {self.discount:.4g})"
@@ -248,8 +255,15 @@ def event_law(
     n_events: int,  # E
     tol: float = 1e-9,
 ) -> np.ndarray:  # (X, E): P_e(e' | x'); nan where x' is never reached
-    "The law of the next event of an event-based process. FormulationError (m3) if the process is not event-based."
+    "The law of the next event of an event-based process. FormulationError (m3) if the process is not event-based; ValueError for what is no transition array."
     P = np.asarray(P, dtype=np.float64)
+    if isinstance(n_events, bool) or not isinstance(n_events, Integral) or n_events < 1:
+        raise ValueError(f"n_events: a whole number of at least 1 is needed, got {n_events!r}")
+    if P.ndim != 3 or not P.size or P.shape[0] != P.shape[2] or P.shape[0] % n_events:
+        raise ValueError(f"P: the shape (X * E, A, X * E) with E = {n_events} events is needed, got {P.shape}")
+    mass = P.sum(-1)
+    if not np.isfinite(P).all() or P.min() < 0 or (np.minimum(np.abs(mass - 1), np.abs(mass)) > 1e-6).any():
+        raise ValueError("P: every [state, action] needs finite probabilities of at least 0 that sum to 1 (all 0: no such action)")
     S, A, _ = P.shape
     joint = P.reshape(S * A, S // n_events, n_events)  # (rows, x', e')
     to = joint.sum(-1)  # P_x[x' | (x, e), a]
@@ -399,4 +413,7 @@ def parse_formulation(
     ops = [check_operator(name, event, list(queues)) for name, event in zip(names, obj["events"])]
     prob, gamma = uniformize(rates, alpha)
     scale = 1 / (sum(rates) + alpha)
-    return OperatorGraph(tuple(queues.values()), list(zip(ops, prob)), tuple(scale * h for h in holding), gamma)
+    try:
+        return OperatorGraph(tuple(queues.values()), list(zip(ops, prob)), tuple(scale * h for h in holding), gamma)
+    except ValueError as e:  # costs whose total would overflow
+        raise FormulationError("m3", str(e)) from None

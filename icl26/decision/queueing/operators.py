@@ -157,11 +157,13 @@ class Operator:
         return best
 
     def policy(self, V: np.ndarray) -> np.ndarray | None:
-        "The minimising action of every state, int; None for kinds without actions."
+        "The minimising action of every state, int; None for kinds without actions. ValueError for values that are not finite."
         if KINDS[self.kind].actions is None:
             return None
         values = np.stack(self.actions(V))
-        slack = TIE * max(1.0, np.abs(V).max())
+        if not np.isfinite(largest := np.abs(V).max()):
+            raise ValueError(f"V: finite values are needed to choose an action at {self!r}, got {largest}")
+        slack = TIE * max(1.0, largest)
         return (values <= values.min(0) + slack).argmax(0)
 
 # %% ../../../nbs/decision/queueing/00_operators.ipynb #3206fee8

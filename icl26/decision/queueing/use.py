@@ -79,7 +79,7 @@ class Report:
         "The report as text."
         V, names = self.solution.V, [e["name"] for e in self.spec["events"]]
         out = [f"{len(self.queues)} queue{'s' * (len(self.queues) > 1)} ({', '.join(f'{n} 0–{b}' for n, b in zip(self.queues, self.graph.capacity))}), {V.size} states, {len(names)} events",
-               f"optimal cost from the empty system {V.ravel()[0]:.6g}; {'converged' if self.solution.converged else 'NOT CONVERGED'} in {self.solution.iterations} iterations", ""]
+               f"optimal cost from the empty system {V.ravel()[0]:.6g}; {'converged' if self.solution.converged else 'NOT CONVERGED'} in {self.solution.iterations} iterations", *self.warnings(), ""]
         if not self.decisions():
             out.append("nothing is decided in this system")
         for k in self.decisions():
@@ -94,10 +94,17 @@ class Report:
                 out.append(f"  nothing is proved: {self.why(k)}")
         return out
 
+    def warnings(self) -> list[str]:
+        "A line if the values are not as exact as was asked for, or not exact enough to decide by."
+        error, spread = self.solution.error, float(np.ptp(self.solution.V))
+        if error > 1e-3 * spread > 0:
+            return [f"the decisions may be wrong: values are off by up to {error:.2g}, and differ by {spread:.2g} between states; a smaller tolerance (--tol) is needed"]
+        return [] if self.solution.converged else [f"the values are exact to {error:.2g}, not to the tolerance that was asked for; a larger one (--tol) can be met"]
+
     def seen_on_the_buffer(self, k: int) -> str:
         "Whether the solved policy of a claimed event has the proved form on these finite buffers."
         (op, _), V, ways = self.graph.events[k], self.solution.V, self.structure.directions[k]
-        everywhere, inside = (shows(op, V, ways, share=s, tol=1e-8 * np.abs(V).max()) for s in (1.0, 0.5))
+        everywhere, inside = (shows(op, V, ways, share=s, tol=1e-8 * np.ptp(V)) for s in (1.0, 0.5))
         if everywhere:
             return "checked: the solved policy has this form in every state"
         if inside:
