@@ -582,6 +582,14 @@ def test_structured_policies_are_optimal_inside(name):
     assert excess.max() < 1e-6 and excess.min() > -1e-6
 
 
+def test_an_attack_on_queues_that_are_not_there():
+    admit = op("TCA", 0, **R)
+    for args, said in (((admit, [I(0)], I(3)), "conclusion: queue 3"), ((admit, [I(5)], I(0)), "given: queue 5"), ((op("TA", 4), [I(0)], I(0)), "op: queue 4"), ((admit, I(0), I(0)), "given: a collection")):
+        with pytest.raises(ValueError, match=said):
+            q.attack_rule(*args)
+    assert q.attack_rule(op("TA", 2), (p for p in [Cx(1)]), Cx(1), d=3, width=4)[0] < 1e-9
+
+
 def test_a_policy_that_does_not_fit_is_named():
     g = q.OperatorGraph((3, 3), [(op("TCA", 0, **R), 0.5), (op("TD", 1), 0.5)], (1, 1), 0.9)
     best, none = g.solve().policies

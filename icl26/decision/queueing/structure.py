@@ -371,7 +371,13 @@ def attack_rule(
     width: int = 6,  # the window is {0, ..., width - 1}^d
     stop: float = 1e-6,  # a violation above this ends the search
 ) -> tuple[float, np.ndarray | None]:  # the largest violation, and a function that attains it (None if there is none)
-    "The largest violation of `conclusion` by T V over all V in [0, 1] with the premises: 0 (up to rounding) if the rule is right."
+    "The largest violation of `conclusion` by T V over all V in [0, 1] with the premises: 0 (up to rounding) if the rule is right. ValueError for what names a queue beyond d."
+    if isinstance(given, str):
+        raise ValueError(f"given: a collection of properties is needed, got {given!r}")
+    given = list(given)
+    for name, queues in (("op", op.queues), ("conclusion", read_property(conclusion)[1]), *(("given", read_property(p)[1]) for p in given)):
+        if max(queues, default=0) >= d:
+            raise ValueError(f"{name}: queue {max(queues)} is named, but d = {d} queues are looked at")
     worst, witness, attack = 0.0, None, Attack(given, d, width)
     for violation, V, _ in attack.violations(op, conclusion):
         if violation > worst:
