@@ -127,7 +127,8 @@ class Setup:
         (self.packages / "pip/__main__.py").write_text(self.PIP.format(code))
 
     def make(self, target, **how):
-        return run("make", f".venv/{target}", cwd=self.top, **how)
+        # no bytecode: a pip that is replaced within a second by one of the same length would run as it was
+        return run("make", f".venv/{target}", cwd=self.top, PYTHONDONTWRITEBYTECODE="1", **how)
 
     @property
     def calls(self):
