@@ -190,14 +190,14 @@ def largest_family(
             fell[name] = why
             queue.append(name)
 
-    start = list(family)
+    start = sorted(family)                                                  # a set of texts has another order in every process
     for name in start:
         for op in ops:
             wanted = rules(op, name)
             if wanted is None:
                 remove(name, f"{op!r} has no rule for it")
                 break
-            for p in wanted - {name}:
+            for p in sorted(wanted - {name}):
                 if p not in family and p not in fell:
                     remove(name, f"{op!r} needs {p}, which the cost does not have")
                 needed_by.setdefault(p, []).append((name, op))
